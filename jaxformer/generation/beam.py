@@ -299,10 +299,9 @@ def _extend(
 
 def _best(best: Beams, new: Beams) -> Beams:
     """Return the best of both, as many as `best` has; ties stay in order."""
-    tokens = jnp.concatenate([best.tokens, new.tokens], axis=1)
-    scores = jnp.concatenate([best.scores, new.scores], axis=1)
-    scores, index = jax.lax.top_k(scores, best.scores.shape[1])
-    return Beams(_at(tokens, index), scores)
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), best, new)
+    scores, index = jax.lax.top_k(both.scores, best.scores.shape[1])
+    return Beams(_at(both.tokens, index), scores)
 
 
 def _at(array: jax.Array, index: jax.Array) -> jax.Array:

@@ -162,11 +162,10 @@ def start(
             f"a model with the head {config.output!r} does not write text: generation needs the"
             " head 'language'."
         )
-    if source is None and config.family == "encoder_decoder":
-        raise ConfigError("an encoder-decoder writes from source=[B, S], which is missing.")
-    if source is not None and config.family != "encoder_decoder":
+    if (source is None) != (config.family != "encoder_decoder"):
         raise ConfigError(
-            f"source= is for an encoder-decoder, and model.family is {config.family!r}."
+            "source= is for an encoder-decoder, which writes from source=[B, S]; here it is"
+            f" {'missing' if source is None else 'given'}, and model.family is {config.family!r}."
         )
     for name, value in (("max_new_tokens", max_new_tokens), ("n", n)):
         if value < 1:

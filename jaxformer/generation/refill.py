@@ -74,8 +74,9 @@ def refill(
     if not prompts:
         return
     config = replace(config, layer_loop="unroll")  # its programs run often
+    source_of = sources or [()] * len(prompts)  # a decoder reads none
     longest = max(map(len, prompts))
-    longest_source = max(map(len, sources or ()), default=0)
+    longest_source = max(map(len, source_of))
 
     def read(
         params: Params, prompt: Tokens, source: Tokens, key: jax.Array, count: int, **more: int
@@ -83,7 +84,7 @@ def refill(
         """Return the stream after a prompt, of one row."""
         tokens, segments = padded([prompt], _padded_length(len(prompt), longest), left=True)
         of_source: tuple[Any, Any] = (None, None)
-        if sources is not None:
+        if source:
             of_source = padded([source], _padded_length(len(source), longest_source))
         return start(params, config, tokens, count, key, segments, of_source, **more)
 
@@ -103,7 +104,7 @@ def refill(
         free = [row for row in range(rows) if row not in texts]
         for row, number in zip(free, waiting, strict=False):
             prompt = prompts[number]
-            source = [] if sources is None else sources[number]
+            source = source_of[number]
             space = capacity(params, config, len(prompt), len(source))
             count = min(max_new_tokens, max(space, 1))  # without space `start` raises
             one_row = read(params, prompt, source, jax.random.fold_in(key, number), count)

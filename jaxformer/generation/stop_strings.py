@@ -51,8 +51,9 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def stream_before_stop(texts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Yield the pieces of a text up to its first stop string. What may be the beginning of one
-    waits for the next piece."""
+    """Yield the pieces of a text up to its first stop string. The last characters, which may be the
+    beginning of one, wait for the next piece."""
+    longest = max(map(len, stops), default=1)
     waiting = ""
     for text in texts:
         waiting += text
@@ -60,13 +61,7 @@ def stream_before_stop(texts: Iterable[str], stops: Sequence[str]) -> Iterator[s
         if len(before) < len(waiting):
             yield before
             return
-        sizes = [
-            size
-            for stop in stops
-            for size in range(1, min(len(stop), len(waiting) + 1))
-            if waiting.endswith(stop[:size])
-        ]
-        ready = len(waiting) - max(sizes, default=0)
+        ready = max(0, len(waiting) - longest + 1)
         yield waiting[:ready]
         waiting = waiting[ready:]
     yield waiting

@@ -89,11 +89,9 @@ class TextSoFar:
 
     def counts(self, vocab_size: int, new: bool = False) -> jax.Array:
         """How often each row has each token [B, V]; among its new ones alone if `new`."""
-        batch, slots = self.tokens.shape
-        counted = self._real() & ((jnp.arange(slots) >= self.begin) | (not new))
-        ids = jnp.where(counted, self.tokens, vocab_size)  # dropped where it is not counted
-        rows = jnp.arange(batch)[:, None]
-        return jnp.zeros((batch, vocab_size), jnp.int32).at[rows, ids].add(1, mode="drop")
+        is_new = jnp.arange(self.tokens.shape[1]) >= self.begin
+        counted = self._real() & (is_new | (not new))
+        return _counts(jnp.where(counted, self.tokens, vocab_size), vocab_size)
 
     def occurrences(self, size: int) -> jax.Array:
         """Return bool [B, S - size]: the slots where the newest `size` tokens of a row stand, and
@@ -109,7 +107,12 @@ class TextSoFar:
         """Return the tokens [B, V] that would end a sequence of `size` tokens that a row has
         already."""
         following = self.tokens[:, size - 1 :]
-        # Where nothing repeats the index is beyond the vocabulary, and dropped.
-        banned = jnp.where(self.occurrences(size - 1), following, vocab_size)
-        rows = jnp.arange(len(banned))[:, None]
-        return jnp.zeros((len(banned), vocab_size), bool).at[rows, banned].set(True, mode="drop")
+        repeated = self.occurrences(size - 1)
+        return _counts(jnp.where(repeated, following, vocab_size), vocab_size) > 0
+
+
+def _counts(ids: jax.Array, vocab_size: int) -> jax.Array:
+    """Return how often each row of ids [B, N] has each token: int32 [B, V]. Ids from `vocab_size`
+    on stand for no token."""
+    rows = jnp.arange(len(ids))[:, None]
+    return jnp.zeros((len(ids), vocab_size), jnp.int32).at[rows, ids].add(1, mode="drop")

@@ -114,25 +114,24 @@ def _has_turned_head(params: Params, config: ModelConfig) -> bool:
 
 
 def _prepare(params: Params, config: ModelConfig) -> Params:
-    blocks = params["blocks"]
-    if _is_looped(params, config):
-        return _others(params, config) | {"blocks": blocks}
+    is_looped = _is_looped(params, config)
     if "virtual" in params:
-        blocks = jax.jit(with_leading_keys, static_argnums=1)(params, config)["blocks"]
-    stacks = stacks_of(blocks)
-    counts = [len(jax.tree.leaves(stacked)[0]) for stacked in stacks]
-    layers = [
-        _layer(stacks[p], np.int32(i), config, f"{p}." if "0" in blocks else "")
-        for p, i in layer_order(counts)
-    ]
-    return _others(params, config) | {"blocks": layers}
+        params = jax.jit(with_leading_keys, static_argnums=1)(params, config)
+    blocks = params["blocks"]
+    if not is_looped:
+        stacks = stacks_of(blocks)
+        counts = [len(jax.tree.leaves(stacked)[0]) for stacked in stacks]
+        has_pattern = "0" in blocks  # of layers of several kinds, each with a stack of its own
+        blocks = [
+            _layer(stacks[kind], np.int32(index), config, f"{kind}." if has_pattern else "")
+            for kind, index in layer_order(counts)
+        ]
+    return _others(params, config) | {"blocks": blocks}
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _others(params: Params, config: ModelConfig) -> Params:
     """All but the blocks, in the dtype of the products."""
-    if "virtual" in params:
-        params = with_leading_keys(params, config)
     others = _cast({name: branch for name, branch in params.items() if name != "blocks"}, config)
     if not _has_turned_head(others, config):
         return others
