@@ -18,6 +18,13 @@ from jaxformer.tokenizer.words import WORD_PATTERNS
 TokenizerValues = Mapping[str, Any]  # metadata without "tokenizer.ggml."
 TOKENIZER_KEYS = "tokenizer.ggml."
 TEMPLATE_KEY = "tokenizer.chat_template"
+# What llama.cpp's converter takes from generation_config.json, and the names there.
+SAMPLING_KEYS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+}
 ARCHITECTURE_KEY = "general.architecture"
 # Values of token_type.
 CONTROL = 3
@@ -120,10 +127,18 @@ def read_gguf(
                 special_tokens=[(name, backend.token_to_id(name)) for name in {*before, *after}],
             )
         ends = (values.get("eos_token_id"), values.get("eot_token_id"))
+        rules: dict[str, Any] = {}
+        for key, name in SAMPLING_KEYS.items():
+            if key in metadata:
+                value = metadata[key]
+                # Of a float32, which is 0.6000000238 for 0.6.
+                rules[name] = round(value, 6) if isinstance(value, float) else value
         return backend, TokenizerMetadata(
             settings=settings,
             named_ids=named_ids,
             ends=tuple(token for token in ends if token is not None),
+            rules=rules,
+            rules_file=origin,
             template_name=origin,
         )
     except ConfigError:

@@ -176,7 +176,10 @@ def test_the_factors_of_llama_3_are_its_scaling_and_others_are_refused(changed, 
 
 
 def test_a_file_is_converted_to_a_directory_that_transformers_and_commands_read(tmp_path, capsys):
-    path = written(tmp_path / "m.gguf", "llama", made("llama, tied"), {"token_embd.weight": "Q8_0"})
+    sampling = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
+    types = {"token_embd.weight": "Q8_0"}
+    model = made("llama, tied")
+    path = written(tmp_path / "m.gguf", "llama", model, types, metadata=sampling)
     assert main(["convert", str(path), str(tmp_path / "out"), "--verify"]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
     (tmp_path / "any file").touch()  # has the mode that the umask gives
@@ -186,10 +189,12 @@ def test_a_file_is_converted_to_a_directory_that_transformers_and_commands_read(
     for text in HARD:
         assert ours.encode(text, special_tokens=True) == tokenizer.encode(text), text
     texts = []
-    for model in (path, tmp_path / "out"):
-        arguments = ["--prompt", "The quick", "--max_new_tokens", "8", "--temperature", "0"]
-        assert main(["sample", str(model), *arguments]) == 0
-        texts.append(capsys.readouterr().out)
+    for place, file in {path: "m.gguf", tmp_path / "out": "generation_config.json"}.items():
+        arguments = ["--prompt", "The quick", "--max_new_tokens", "8", "--seed", "0"]
+        assert main(["sample", str(place), *arguments]) == 0
+        captured = capsys.readouterr()
+        assert captured.err == f"temperature 0.6, top_k 20: {file}\n"
+        texts.append(captured.out)
     assert texts[0] == texts[1]
 
 
