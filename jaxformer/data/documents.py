@@ -283,11 +283,6 @@ def text_documents(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiec
         document = []
 
 
-def python_document(file: SourceFile, handler: ErrorHandler) -> Iterator[TextPiece]:
-    """Return a Python file as one document; one that is not UTF-8 is skipped."""
-    return text_documents(file, ErrorHandler("skip", handler.skipped))
-
-
 def in_pieces(document: str) -> Iterator[TextPiece]:
     """Yield a document in pieces that a byte-level tokenizer encodes to the same ids as the
     whole."""

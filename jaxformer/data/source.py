@@ -24,11 +24,9 @@ from jaxformer.data.documents import (
     Record,
     Skipped,
     SourceFile,
-    TextPiece,
     fingerprint,
     in_pieces,
     joint_fingerprint,
-    python_document,
     text_documents,
     unreadable,
 )
@@ -51,7 +49,7 @@ from jaxformer.data.store import (
     require_counts,
 )
 from jaxformer.files import ConfigError, located, read_object, store_of, write_text
-from jaxformer.files.stores import Matches, ObjectVersion, OnDisk, local_copies
+from jaxformer.files.stores import Matches, OnDisk, local_copies
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
 
@@ -92,11 +90,8 @@ ALLOWED = (
 # A source of this field gives documents of text; one of others gives records.
 TEXT: Fields = (RecordField("data.text_field", "text", "text"),)
 
-# What reads a file, by its format.
-TEXTS: dict[str, Callable[[SourceFile, ErrorHandler], Iterator[TextPiece]]] = {
-    "text": text_documents,
-    PYTHON: python_document,
-}
+# The formats of text, and what reads the files of others.
+TEXTS = ("text", PYTHON)
 RECORDS: dict[str, Callable[[SourceFile, Fields, ErrorHandler], Iterator[Record]]] = {
     "jsonl": json_records,
     "tsv": tsv_records,
@@ -157,7 +152,10 @@ class Source:
 
     def _documents(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         if file.format in TEXTS:
-            pieces = TEXTS[file.format](file, handler)
+            if file.format == PYTHON:
+                # The quickstart works with every Python, whose users cannot mend its modules.
+                handler = ErrorHandler("skip", handler.skipped)
+            pieces = text_documents(file, handler)
         else:
             records = RECORDS[file.format](file, self.fields, handler)
             pieces = (piece for (text,) in records for piece in in_pieces(str(text)))
@@ -217,44 +215,19 @@ def find_source(
 def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     """Return the files in their order, and a description of those of a directory that are not
     read."""
-    if spec == STDLIB:
-        library = Path(sysconfig.get_path("stdlib"))
-        modules = store_of(library).files_below(NOT_STDLIB.__contains__)
-        files = [
-            SourceFile(module, PYTHON, module.relative_to(library).as_posix(), versions=(version,))
-            for module, version in modules.items()
-            if module.suffix == ".py"
-        ]
-        return tuple(files), ""
     if spec.startswith(HUB):
-        paths = dataset_files(spec.removeprefix(HUB), f"{setting}={spec}")
         files = []
-        for each in paths:
+        for each in dataset_files(spec.removeprefix(HUB), f"{setting}={spec}"):
             version = store_of(each).version()
             versions = () if version is None else (version,)
             files.append(SourceFile(each, "arrow", each.name, versions=versions))
         return tuple(files), ""
     path = located(spec)
-    if path.is_dir():
-        # The files of known suffixes below it, without hidden ones.
-        below = store_of(path).files_below()
-        known = {file: version for file, version in below.items() if _suffix(file) in FORMATS}
-        others = collections.Counter(
-            _suffix(file) or "without a suffix" for file in below if file not in known
-        )
-        left_out = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
-        if not known:
-            raise ConfigError(
-                f"{setting}: the directory {path} has no file of a known suffix"
-                f" ({', '.join(FORMATS)}; its files are {left_out or 'none'}): name text of another"
-                f' suffix by a glob, as in "{path}/**/*.py".'
-            )
-        files = [_text_file(*match, setting) for match in known.items()]
-        return _named(files, path, setting), left_out
+    root: Path | None
     if (group := re.search(r"\{([^{}]*,[^{}]*)\}", spec)) and not path.exists():
         sides = [spec[: group.start()] + name + spec[group.end() :] for name in group[1].split(",")]
-        roots, matches = zip(*(_matching(side, setting) for side in sides), strict=True)
-        counts = [len(entries) for entries in matches]
+        roots, side_matches = zip(*(_matching(side, setting) for side in sides), strict=True)
+        counts = [len(entries) for entries in side_matches]
         if len({*counts}) > 1:
             raise ConfigError(
                 f"{setting}: {' and '.join(sides)} find {' and '.join(map(str, counts))} files:"
@@ -262,20 +235,54 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
             )
         files = []
         # File n of each side belongs to file n of the others.
-        for entries in zip(*(entries.items() for entries in matches), strict=True):
+        for entries in zip(*(entries.items() for entries in side_matches), strict=True):
             first, *beside = (path.absolute() for path, _ in entries)
             versions = tuple(version for _, version in entries)
             files.append(SourceFile(first, "parallel", "", tuple(beside), versions))
         return _named(files, roots[0], setting), ""
-    root, found = _matching(spec, setting)
-    if path.suffix.lower() not in IDS:
-        files = [_text_file(*match, setting) for match in found.items()]
-        return _named(files, root, setting), ""
-    files = [SourceFile(file.absolute(), "ids", versions=(found[file],)) for file in found]
+    left_out = ""
+    file_format = ""
+    if spec == STDLIB:
+        file_format = PYTHON
+        root = Path(sysconfig.get_path("stdlib"))
+        below = store_of(root).files_below(NOT_STDLIB.__contains__)
+        matches = {file: version for file, version in below.items() if file.suffix == ".py"}
+    elif path.is_dir():
+        # The files of known suffixes below it, without hidden ones.
+        root = path
+        below = store_of(path).files_below()
+        matches = {file: version for file, version in below.items() if _suffix(file) in FORMATS}
+        others = collections.Counter(
+            _suffix(file) or "without a suffix" for file in below if file not in matches
+        )
+        left_out = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
+        if not matches:
+            raise ConfigError(
+                f"{setting}: the directory {path} has no file of a known suffix"
+                f" ({', '.join(FORMATS)}; its files are {left_out or 'none'}): name text of another"
+                f' suffix by a glob, as in "{path}/**/*.py".'
+            )
+    else:
+        root, matches = _matching(spec, setting)
+        if path.suffix.lower() in IDS:
+            file_format = "ids"
+    files = []
+    for file, version in matches.items():
+        suffix = _suffix(file)
+        if not file_format and NOT_TEXT.fullmatch(suffix):
+            raise ConfigError(
+                f"{setting}: {file} is not a .txt, .jsonl, .tsv or .parquet file (plain, .gz or"
+                " .zst): convert or unpack it. Token ids (.npy, .bin) are named by themselves, and"
+                " not compressed."
+            )
+        read_as = file_format or FORMATS.get(suffix, "text")
+        files.append(SourceFile(file.absolute(), read_as, versions=(version,)))
     named = _named(files, root, setting)
-    # They are mapped into memory, and so those of a URL are copied.
-    copies = local_copies([file.path for file in named])
-    return tuple(replace(file, path=copy) for file, copy in zip(named, copies, strict=True)), ""
+    if file_format == "ids":
+        # They are mapped into memory, and so those of a URL are copied.
+        copies = local_copies([file.path for file in named])
+        named = tuple(replace(file, path=copy) for file, copy in zip(named, copies, strict=True))
+    return named, left_out
 
 
 def dataset_files(name: str, where: str) -> list[Path]:
@@ -366,17 +373,6 @@ def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tupl
             )
         named[name] = replace(file, name=name)
     return tuple(named.values())
-
-
-def _text_file(path: Path, version: ObjectVersion, setting: str) -> SourceFile:
-    suffix = _suffix(path)
-    if NOT_TEXT.fullmatch(suffix):
-        raise ConfigError(
-            f"{setting}: {path} is not a .txt, .jsonl, .tsv or .parquet file (plain, .gz or .zst):"
-            " convert or unpack it. Token ids (.npy, .bin) are named by themselves, and not"
-            " compressed."
-        )
-    return SourceFile(path.absolute(), FORMATS.get(suffix, "text"), versions=(version,))
 
 
 def _suffix(path: Path) -> str:
