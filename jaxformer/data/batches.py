@@ -90,7 +90,9 @@ class Batches:
         # seed + 2 and so on.
         order, chance = (int(number) for number in np.random.SeedSequence(seed).generate_state(2))
         self._order = rows.order(order, batch_size)
+        # [number] is a row whose randomness depends on the seed and the number alone.
         self._made = self._order.random_map(rows.row, seed=chance)
+        # As many steps as there are numbers of rows below the largest integer.
         self._dataset = numbers_below(sys.maxsize // batch_size).map(self._batch)
 
     @property
@@ -139,6 +141,7 @@ class EvaluationBatches:
         if not 0 <= index < len(self):
             raise IndexError(index)
         first = index * self._batch_size
+        # Of the last batch some rows, or all of this process, may be behind the end.
         mine = [first + row for row in self._here]
         rows = [self._rows[row] for row in mine if row < len(self._rows)]
         # One shape for all batches, so that one program is compiled.
@@ -176,6 +179,7 @@ def invented_row(task: Task, data: DataConfig) -> NumpyBatch:
             store = open_or_build(Path(folder), lambda: [document], tokenizer)
             rows = task.rows(store, data, task.format, tokenizer)
         else:
+            # A byte tokenizer has no chat template, and any one gives rows of the same shapes.
             tokenizer.metadata = replace(tokenizer.metadata, template=INVENTED_CHAT)
             template = task.template(task.format, tokenizer)
             record = tuple(INVENTED[field.kind] for field in task.fields)

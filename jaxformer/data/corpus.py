@@ -122,6 +122,7 @@ def prepare(
     if template and (model_labels.may_grow or not labels):
         stores = [store for _, store in parts["train"] if isinstance(store, ExampleStore)]
         labels = joined_labels(labels, {name for store in stores for name in store.labels})
+    # The counts of tokens are known from here on, but for a text in the making.
     rows: dict[SideName, Rows] = {}
     for side in SIDES:
         # What is held out is read in order, without the shares of what is trained on.
@@ -190,6 +191,7 @@ def tokenize(
                 whole = scan(source, cache / "scans", log, of_ids)
             sides[side].append(Split(source, whole))
     if fraction:
+        # The side for training last, of which both are parts.
         for side in reversed(SIDES):
             sides[side] = [replace(each, side=side, fraction=fraction) for each in sides["train"]]
     # 2. Take or make the tokenizer, which has to fit the objective and the model.

@@ -71,6 +71,7 @@ class ExampleStore:
         """Return the parts of an example: int32."""
         bounds = self._bounds[index * self.parts : (index + 1) * self.parts + 1]
         pieces = [self._tokens[start:stop] for start, stop in itertools.pairwise(bounds.tolist())]
+        # The last part is labels, which the store numbers as it met them.
         if self._numbers is not None:
             pieces[-1] = self._numbers[pieces[-1]]
         return pieces
@@ -105,6 +106,7 @@ def open_or_encode(
         store = ExampleStore.open(directory)
         if store is not None:
             return store
+        # All of it is held in memory: 4 bytes a token, of which records have far fewer than texts.
         labels: Labels = {}
         tokens = [np.zeros(0, np.int32)]
         lengths = [np.zeros(1, np.int64)]
@@ -116,12 +118,14 @@ def open_or_encode(
                 examples = list(encode([piece.record for piece in batch], labels))
             except RecordError as error:
                 raise ConfigError(f"{batch[error.index].location}: {error}") from None
+            # [records * parts] sequences of ids
             sequences = list(itertools.chain.from_iterable(examples))
             tokens.append(np.fromiter(itertools.chain.from_iterable(sequences), np.int32))
             lengths.append(np.fromiter(map(len, sequences), np.int64))
             size += sum(len(piece.text.encode()) for piece in batch)
             parts = len(examples[0])
         ids = np.concatenate(tokens)
+        # [records * parts + 1], from 0
         bounds = np.cumsum(np.concatenate(lengths))
         path = directory / "00000"
         files = {

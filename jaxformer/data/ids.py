@@ -39,6 +39,7 @@ class IdArray:
 
     def mapped(self) -> np.ndarray:
         """Return the ids [count], mapped and not read."""
+        # A plain view: slices of np.memmap itself are several times slower to make.
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -50,6 +51,7 @@ class IdArray:
         """Return a digest of the name and of the ids, whatever holds them."""
         digest = hashlib.blake2b(self.name.encode() + b"\xff", digest_size=16)
         for _, ids in self.blocks():
+            # Of one width, so that the same ids of another type are the same text.
             digest.update(ids.astype("<u4").tobytes())
         return digest.hexdigest()
 
@@ -91,6 +93,7 @@ def documents_of_ids(
     """Read and check all ids of a file: the place after each document, that of an end token which
     the file lacks as the last, and the bytes of each document's text (both int64 [documents])."""
     path = array.path
+    # Only raw ids can be read as another type than they were written with.
     is_raw = path.suffix.lower() != ".npy"
     token_bytes = tokenizer.token_bytes()
     progress = ProgressNotes(log, work=f"{path}: read")
@@ -123,6 +126,7 @@ def documents_of_ids(
             f" {tokenizer.vocab_size:,} entries holds uint16: write it so, or as .npy."
         )
     if ids[-1] != tokenizer.end_token:
+        # The place of the end token that `open_or_index` adds, which is no text.
         ends.append(np.array([array.count + 1]))
         bytes_until_ends.append(np.array([size]))
     return np.concatenate(ends), np.diff(np.concatenate(bytes_until_ends), prepend=0)
@@ -132,6 +136,7 @@ def open_or_index(file: SourceFile, tokenizer: Tokenizer, folder: Path, log: Log
     """Return the ids of a file as a store, whose index of documents is in a folder, made where
     there is none; a file that lacks an end token has one in a shard of its own."""
     array = open_ids(file, tokenizer)
+    # The user's file is never written to, so the end token that it lacks is a second shard.
     count = 1 if int(array.mapped()[-1]) == tokenizer.end_token else 2
     with claimed(folder, log):
         finished = [Shard.finished(folder, number) for number in range(count)]
@@ -140,7 +145,9 @@ def open_or_index(file: SourceFile, tokenizer: Tokenizer, folder: Path, log: Log
             ends, sizes = documents_of_ids(array, tokenizer)
             names = map(file.document, range(len(ends)))
             hashes = np.array([hash_fraction(name) for name in names])
+            # [3, documents]
             table = np.stack([ends, sizes, hashes.view(np.int64)])
+            # A last document without an end token ends in the second shard.
             inside = len(ends) + 1 - count
             shards = [write_index(folder / "00000", array.count, table[:, :inside], {})]
             if count == 2:

@@ -45,6 +45,7 @@ class MaskedRows(TextRows):
         both = tokenizer.frame(2) if self.pair_target else None
         texts = 2 if self.pair_target else 1
         self.frame = both or closed(self.cls.tolist(), self.sep.tolist(), texts)
+        # Tokens of text in a row.
         size = self.length - self.frame.added
         # Next sentences need a text and room for another one before or after it.
         super().__init__(store, 3 * size if self.pair_target else size, size)
@@ -72,6 +73,7 @@ class MaskedRows(TextRows):
         chosen, fate = self._chosen(ids, row["segment_ids"], rng)
         hidden = ids.copy()
         hidden[chosen[fate < MASKED]] = self.mask
+        # The rest of the chosen stay as they are, so that a model reads true tokens there too.
         changed = chosen[(fate >= MASKED) & (fate < CHANGED)]
         hidden[changed] = rng.choice(self.ordinary, len(changed))
         weights = np.zeros(len(ids), np.float32)
@@ -91,6 +93,7 @@ class MaskedRows(TextRows):
             segments = np.ones(len(text), np.int32)
             if self.packed:
                 segments = self.segments(start, len(text))
+        # [CLS] is of the first document, [SEP] of the last.
         around = np.concatenate([segments[:1], segments, segments[-1:]])
         row = {"tokens": np.concatenate([self.cls, text, self.sep]), "segment_ids": around}
         return row | ({"token_types": np.zeros(len(text) + 2, np.int32)} if self.types else {})
@@ -102,11 +105,13 @@ class MaskedRows(TextRows):
         first = text[:cut]
         second = text[cut:]
         other_start = self._elsewhere(start, len(second), rng)
+        # In a store too small for another text each one follows.
         follows = other_start is None or rng.random() < 0.5
         if other_start is not None and not follows:
             second = self.store.read(other_start, other_start + len(second))
         ids, kinds = self.frame.fill([first, second])
-        chosen = round(self.density * self.length)  # about as many tokens of the row
+        # About as many as tokens of the row are predicted.
+        chosen = round(self.density * self.length)
         row = {
             "tokens": ids,
             "segment_ids": np.ones(len(ids), np.int32),
@@ -156,4 +161,5 @@ class MaskedRows(TextRows):
 
     def _chosen_count(self, units: int, rng: np.random.Generator) -> int:
         """Return how many of a row's tokens or words are chosen."""
+        # A random number is added before rounding down, so that the mean is exact in short rows.
         return min(units, max(1, int(self.density * units + rng.random())))

@@ -57,11 +57,13 @@ class Mixture(Rows):
         self.source_rows = [rows for _, rows in sources]
         self.documents = sum(rows.documents for rows in self.source_rows)
         self.bytes = sum(rows.bytes for rows in self.source_rows)
+        # In their order, which decides what a row number means.
         self.fingerprint = "+".join(rows.fingerprint for rows in self.source_rows)
         sizes = [len(rows) for rows in self.source_rows]
         numbers = (rows.numbers for rows in self.source_rows)
         # The first number of the rows of each source.
         self._firsts = list(itertools.accumulate(numbers, initial=0))
+        # The mean over rows, of which sources have different numbers.
         filled = sum(rows.filled * size for rows, size in zip(self.source_rows, sizes, strict=True))
         self.filled = filled / max(1, len(self))
         # Without weights every row is read as often.
@@ -133,6 +135,7 @@ class Mixture(Rows):
         ]
 
     def _phases(self, batch_size: int) -> list[Phase]:
+        # A phase begins where the one before ends, so that no row of a source is skipped.
         run_phases = [Phase(0, [0] * len(self.source_rows), self._shares[0][1])]
         for step, weights in self._shares[1:]:
             begin = step * batch_size
@@ -193,6 +196,7 @@ def _numbers(text: str) -> list[Fraction]:
     numbers = []
     for word in text.split():
         try:
+            # 0.1 exactly, as a float is not: the source of a far row would depend on rounding.
             numbers.append(Fraction(word))
         except (ValueError, ZeroDivisionError):
             numbers.append(Fraction(-1))

@@ -80,6 +80,7 @@ def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Ite
     """Return the records of a .jsonl file: one object on each line."""
 
     def parse(line: str) -> object:
+        # JSON that is nested too deeply ends in a RecursionError.
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -131,6 +132,7 @@ def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) ->
                     f"{where} have different numbers of lines, the shortest {number - 1:,}: line n"
                     " of each must belong together."
                 )
+            # data.malformed=skip gives None for a line, and its partners go with it.
             texts = [text for _, text in lines if text is not None]
             if len(texts) < len(paths):
                 continue
@@ -160,6 +162,7 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
         wanted += ["tools", *NOT_RENDERED]
     try:
         with contextlib.ExitStack() as stack:
+            # A few hundred rows at a time, since a row group may be the whole file.
             batches: Iterable[pyarrow.RecordBatch]
             if file.format == "arrow":
                 mapped = stack.enter_context(pyarrow.memory_map(str(path)))

@@ -21,6 +21,7 @@ class SourceRows(TextRows):
     ) -> None:
         super().__init__(store, window, window)
         self.tokenizer = tokenizer
+        # What the decoder reads before the target.
         self.start = tokenizer.as_target([])
         self.format = row_format
 
@@ -60,6 +61,7 @@ class SpanRows(SourceRows):
         length = row_format.length
         source_length = row_format.source_length
         window = raw_length(source_length, self.density, self.mean, len(tokenizer.as_source([])))
+        # The most of any row, since a shorter one hides fewer.
         hidden, spans = hidden_counts(window, self.density, self.mean)
         super().__init__(store, row_format, tokenizer, window)
         self.sentinels = np.array(tokenizer.sentinels(), np.int32)
@@ -109,6 +111,7 @@ class PrefixRows(SourceRows):
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         start = int(index) * self.stride
         text = self.store.read(start, start + self.window)
+        # Each side has a token.
         cut = int(rng.integers(1, len(text)))
         return self.arrays(text[:cut], text[cut:])
 
@@ -128,6 +131,7 @@ def raw_length(source_length: int, density: float, mean: float, around: int = 1)
         hidden, spans = hidden_counts(length, density, mean)
         return length - hidden + spans + around
 
+    # One by one, because both counts are rounded, and no formula gives the length at once.
     length = 2
     while taken(length + 1) <= source_length:
         length += 1

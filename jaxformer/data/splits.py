@@ -65,6 +65,7 @@ class Split:
         if self.side == "all":
             return store
         held_out = self.side == "validation"
+        # The same documents as `pieces` gives, by the hashes that the store keeps.
         if self.by_document:
             return store.held_out(self.fraction, inverse=not held_out)
         return store.cut(self.fraction, after=held_out)
@@ -82,6 +83,7 @@ class Split:
                 if (hash_fraction(piece.document) < self.fraction) is held_out:
                     yield piece
         elif self.source.of_records:
+            # A record is whole on one side, so its place decides and not its bytes.
             border = round(self.scan.documents * train_fraction)
             start, stop = (border, None) if held_out else (0, border)
             yield from itertools.islice(pieces, start, stop)

@@ -580,6 +580,7 @@ def _encoded(
     ends = []
     sizes = []
     hashes = []
+    # While one batch is encoded on all cores, the next one is read on a thread.
     for batch in ahead(in_batches(pieces, lambda each: len(each.piece.text), BATCH_CHARACTERS)):
         rows = []
         encoded = tokenizer.encode_arrays([each.piece.text for each in batch])

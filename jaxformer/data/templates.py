@@ -68,6 +68,7 @@ class Template(abc.ABC):
     def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
         """Return the arrays of a row: those of its examples one after the other, numbered from 1 as
         segments, and padding."""
+        # Each array [T] of its stream; examples follow each other in all streams alike.
         row = {
             name: np.concatenate([example[name] for example in examples]) for name in examples[0]
         }
@@ -108,6 +109,7 @@ class PairTemplate(Template):
         return lengths + self.more
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
+        # Room for the text beside the special tokens: [source, target].
         capacity = np.array(self.capacity) - self.more
         source, target = (ids[:size] for ids, size in zip(parts, capacity, strict=True))
         tokens = self.tokenizer.as_target(target)
@@ -148,6 +150,7 @@ class ExampleRows(Rows):
             self.fingerprint = fingerprint(store.fingerprint, np.flatnonzero(~learned).tolist())
         self.cut = int((sizes > capacity)[learned].any(1).sum())
         fitted = np.minimum(sizes, capacity)
+        # Without packing in the order of the data, which `Batches` shuffles.
         rows = [[index] for index in np.flatnonzero(learned).tolist()]
         if template.packs:
             order = np.random.default_rng(seed).permutation(len(store))
@@ -211,6 +214,7 @@ def joint_ids(tokenizer: Tokenizer, records: list[Record]) -> Iterator[Parts]:
     border, or where the tokenizer puts a space before a text. The prompt ends where the ids of a
     joint text are no longer those of the prompt alone, as it is given to the model that continues
     it."""
+    # One call for all texts, because a batch is encoded on all cores.
     prompts = tokenizer.encode_batch([str(prompt) for prompt, *_ in records])
     texts = [f"{prompt}{side}" for prompt, *sides in records for side in sides]
     encoded = iter(tokenizer.encode_batch(texts))
@@ -394,6 +398,7 @@ class FramedTemplate(Template):
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
+        # The tokenizer of a decoder may have these too, but they stand around no text of it.
         first = tokenizer.special("cls") if row_format.marks else None
         last = tokenizer.special("sep") if row_format.marks else None
         start = [] if first is None else [first]
@@ -452,6 +457,7 @@ class TagTemplate(FramedTemplate):
     `ClassTemplate`."""
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
+        # With the space before it, as the word is tokenized within a sentence.
         words = [
             f" {word}" if position else word
             for record in records
