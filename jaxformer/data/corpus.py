@@ -126,7 +126,9 @@ def prepare(
     rows: dict[SideName, Rows] = {}
     for side in SIDES:
         # What is held out is read in order, without the shares of what is trained on.
-        how = data if side == "train" else replace(data, weights="", order="epochs")
+        how = data
+        if side == "validation":
+            how = replace(data, weights="", order="epochs")
         made: list[tuple[str, Rows]] = []
         for split, store in parts[side]:
             spec = split.source.spec
@@ -210,9 +212,11 @@ def tokenize(
             f" entries: set it to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's."
         )
     # 3. Tokenize: a text whole, since both sides are parts of it by place; records each side alone.
-    template = task.template(task.format, tokenizer) if task.template else None
-    for warning in template.warnings() if template else ():
-        log(f"warning: {warning}")
+    template: Template | None = None
+    if task.template:
+        template = task.template(task.format, tokenizer)
+        for warning in template.warnings():
+            log(f"warning: {warning}")
     parts: dict[SideName, list[Part]] = {side: [] for side in SIDES}
     texts: dict[Source, TokenStore] = {}
     for side, splits in sides.items():
@@ -308,7 +312,9 @@ def spread(split: Split, limit: int) -> Iterator[str]:
     a text that is read while a run trains, its beginning."""
     # Small parts from everywhere, since a text may be sorted: its first 20 MB may be one language.
     # A run that reads a text in its order needs one that is not.
-    rate = 1.0 if split.scan.is_sampled else min(1.0, limit / max(1, split.bytes))
+    rate = 1.0
+    if not split.scan.is_sampled:
+        rate = min(1.0, limit / max(1, split.bytes))
     seen = 0
     used = 0
     group = PIECE_CHARACTERS * 2 if rate == 1 else SAMPLE_CHARACTERS

@@ -42,13 +42,17 @@ class MaskedRows(TextRows):
         self.cls, self.sep, self.mask = (
             np.array([tokenizer.special(role)], np.int32) for role in ("cls", "sep", "mask")
         )
-        both = tokenizer.frame(2) if self.pair_target else None
-        texts = 2 if self.pair_target else 1
-        self.frame = both or closed(self.cls.tolist(), self.sep.tolist(), texts)
+        cls = self.cls.tolist()
+        sep = self.sep.tolist()
+        self.frame = closed(cls, sep, 1)
+        if self.pair_target:
+            self.frame = tokenizer.frame(2) or closed(cls, sep, 2)
         # Tokens of text in a row.
-        size = self.length - self.frame.added
-        # Next sentences need a text and room for another one before or after it.
-        super().__init__(store, 3 * size if self.pair_target else size, size)
+        size = window = self.length - self.frame.added
+        if self.pair_target:
+            # Room for another text before or after the row's own.
+            window = 3 * size
+        super().__init__(store, window, size)
         self._fit = None
         if data.packing == "best_fit":
             self._fit = BestFit(store.ends(), size)
@@ -60,7 +64,9 @@ class MaskedRows(TextRows):
         self.begins_inside, self.ends_inside = tokenizer.word_edges().T
 
     def __len__(self) -> int:
-        return len(self._fit) if self._fit else super().__len__()
+        if self._fit:
+            return len(self._fit)
+        return super().__len__()
 
     def most_segments(self) -> int | None:
         if self._fit:
@@ -96,7 +102,9 @@ class MaskedRows(TextRows):
         # [CLS] is of the first document, [SEP] of the last.
         around = np.concatenate([segments[:1], segments, segments[-1:]])
         row = {"tokens": np.concatenate([self.cls, text, self.sep]), "segment_ids": around}
-        return row | ({"token_types": np.zeros(len(text) + 2, np.int32)} if self.types else {})
+        if self.types:
+            row["token_types"] = np.zeros(len(around), np.int32)
+        return row
 
     def _sentences(self, index: int, rng: np.random.Generator) -> NumpyBatch:
         start = index * self.stride
@@ -118,8 +126,9 @@ class MaskedRows(TextRows):
             self.pair_target: np.array([follows], np.int32),
             f"{self.pair_target}_weights": np.array([chosen], np.float32),
         }
-        kinds = np.minimum(kinds, self.types - 1)
-        return row | ({"token_types": kinds} if self.types else {})
+        if self.types:
+            row["token_types"] = np.minimum(kinds, self.types - 1)
+        return row
 
     def _elsewhere(self, start: int, size: int, rng: np.random.Generator) -> int | None:
         """Return a place at which `size` tokens begin that are not of the row from `start` on; None

@@ -42,9 +42,11 @@ class RowFormat(NamedTuple):
 
     def lengths(self, names: Iterable[str]) -> dict[str, int]:
         """Return the length of each of the arrays of a row with these names."""
-        return {
-            name: self.source_length if name in SOURCE_ARRAYS else self.length for name in names
-        }
+        lengths = dict.fromkeys(names, self.length)
+        for name in SOURCE_ARRAYS:
+            if name in lengths:
+                lengths[name] = self.source_length
+        return lengths
 
 
 class Rows(abc.ABC):

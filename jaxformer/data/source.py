@@ -146,9 +146,11 @@ class Source:
         """Yield every document or record of every file, in order; what is skipped is counted in
         `skipped`."""
         handler = ErrorHandler(self.policy, Skipped() if skipped is None else skipped)
-        read = self._records if self.of_records else self._documents
         for file in self.files:
-            yield from read(file, handler)
+            if self.of_records:
+                yield from self._records(file, handler)
+            else:
+                yield from self._documents(file, handler)
 
     def _documents(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
         if file.format in TEXTS:
@@ -506,10 +508,12 @@ def scan_group(group: Source, cache: Path, log: Log, tokenizer: Tokenizer | None
         made = Scan(array.content(), len(sizes), int(sizes.sum()))
     else:
         made = scan_text(group, log)
-        for file in group.files if group.on_disk else ():
-            versions = map(OnDisk.version, map(OnDisk, (file.path, *file.beside)))
-            if (*filter(None, versions),) != file.versions:
-                raise changed(group)
+        # An object of a store that is replaced meanwhile is refused by its reader.
+        if group.on_disk:
+            for file in group.files:
+                versions = map(OnDisk.version, map(OnDisk, (file.path, *file.beside)))
+                if (*filter(None, versions),) != file.versions:
+                    raise changed(group)
     write_text(record, json.dumps(asdict(made)))
     return made
 

@@ -85,14 +85,19 @@ class Split:
         elif self.source.of_records:
             # A record is whole on one side, so its place decides and not its bytes.
             border = round(self.scan.documents * train_fraction)
-            start, stop = (border, None) if held_out else (0, border)
-            yield from itertools.islice(pieces, start, stop)
+            if held_out:
+                yield from itertools.islice(pieces, border, None)
+            else:
+                yield from itertools.islice(pieces, border)
         else:
             # A character that the border cuts goes to neither side.
             border = int(self.scan.bytes * train_fraction)
             for piece in pieces:
                 raw = piece.text.encode()
-                side = raw[max(0, border) :] if held_out else raw[: max(0, border)]
+                cut = max(0, border)
+                side = raw[:cut]
+                if held_out:
+                    side = raw[cut:]
                 if text := side.decode(errors="ignore"):
                     yield piece._replace(text=text)
                 border -= len(raw)

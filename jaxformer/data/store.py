@@ -333,7 +333,11 @@ class TokenStore:
         nanoGPT cuts it.
         """
         border = max(0, int((self.tokens - 1) * (1 - fraction)))
-        start, stop = (border, self.tokens) if after else (0, border)
+        start = 0
+        stop = border
+        if after:
+            start = border
+            stop = self.tokens
         documents = len(self.boundaries(start, stop)) + (stop > start)
         size = round(self.bytes * (stop - start) / max(1, self.tokens))
         rule = f"{'after' if after else 'before'} {fraction:g}"
@@ -520,8 +524,10 @@ def open_or_build(
     with claimed(directory, progress.log) as alone:
         if (store := TokenStore.open(directory)) is not None:
             return store
-        for draft in directory.glob("*.tmp") if alone else ():
-            draft.unlink(missing_ok=True)
+        if alone:
+            # What a process that was killed had begun to write.
+            for draft in directory.glob("*.tmp"):
+                draft.unlink(missing_ok=True)
         shards = []
         counted = _counted(pieces(), progress)
         groups = itertools.groupby(counted, lambda each: (each.characters - 1) // SHARD_CHARACTERS)
@@ -563,8 +569,9 @@ def _counted(pieces: Iterable[Piece], progress: ProgressNotes) -> Iterator[Count
         progress.done += piece_size
         characters += len(piece.text)
         yield CountedPiece(piece, characters, size, begins)
-        size = 0 if piece.ends else size
         begins = piece.ends
+        if begins:
+            size = 0
 
 
 def _encoded(

@@ -399,8 +399,10 @@ class FramedTemplate(Template):
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
         # The tokenizer of a decoder may have these too, but they stand around no text of it.
-        first = tokenizer.special("cls") if row_format.marks else None
-        last = tokenizer.special("sep") if row_format.marks else None
+        first = last = None
+        if row_format.marks:
+            first = tokenizer.special("cls")
+            last = tokenizer.special("sep")
         start = [] if first is None else [first]
         stop = [self.end if last is None else last]
         # What stands around one text or two: the tokenizer's template, or [CLS] and [SEP] or the
