@@ -13,17 +13,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 SLOW = """
 import time
-from jaxformer.training import totals
-mesh_of, place, evaluations = totals.mesh_of, totals.place_batch, []
+from jaxformer.training import loop
+mesh_of, place, evaluations = loop.mesh_of, loop.place_batch, []
 def begin(params):
-    evaluations.append(params)
+    if not isinstance(params, loop.TrainState):
+        evaluations.append(params)
     return mesh_of(params)
 def slowly(batch, mesh):
     if len(evaluations) == {number}:
         time.sleep(0.5)
         print("evaluated a batch", file=open("{path}", "a"))
     return place(batch, mesh)
-totals.mesh_of, totals.place_batch = begin, slowly
+loop.mesh_of, loop.place_batch = begin, slowly
 """  # an evaluation of 20 seconds or more
 BATCHES = 10  # that it may go on, which are 5 seconds
 STOP = """
