@@ -78,6 +78,7 @@ class RunDirectory:
         """What data.json holds; nothing where there is none. Raises ConfigError where its names or
         places are none."""
         record = read_object(self.data) if self.data.exists() else {}
+        # The directory may come from somebody else, and what is read here becomes names and paths.
         for key in ("labels", "learned", "base", "base_path"):
             value = record.get(key)
             if key in ("labels", "learned"):
@@ -105,10 +106,12 @@ class RunDirectory:
         Of several processes of one run, the first one locks it for all.
         """
         if jax.process_index():
+            # What the first process moves away is no business of the others.
             if not restart:
                 self.require_no_links()
             yield
             return
+        # Checkpoints need more of a store than locks and metrics do: said before anything begins.
         require_savable(self.path.absolute())
         with store_of(self.path).locked(f"run.dir={str(self)!r}"):
             if restart:
@@ -185,6 +188,7 @@ class RunDirectory:
         if labels:
             now["labels"] = list(labels)
         before = self.record() if self.data.exists() else now
+        # A run keeps its id, by which its checkpoints are told from those of another one.
         run_entries = {"run_id": before.get("run_id") or uuid.uuid4().hex}
         run_entries |= {name: before.get(name, value) for name, value in base.items()}
         changed = [

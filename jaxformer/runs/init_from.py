@@ -117,6 +117,7 @@ def settled_over(
     is read, and the labels that its classes begin with. The tokenizer and the labels are those of
     the base, and of a run that was begun its own."""
     origin = base.or_begun(settings)
+    # A run that was begun is compared with its own config.json instead.
     if origin is base:
         check_base(model, adapter, base)
     model, tokenizer = with_vocabulary_of(base, origin, model, tokenizer)

@@ -59,6 +59,7 @@ def evaluate_run(
     """
     files = ModelFiles(path)
     run = _on_text(files, validation, train, init_from, objective, cache_dir)
+    # Of a run with an adapter this is the model below it, and of others the reference.
     base = init_from if init_from and files.has_adapter else None
     model = load(files, step, base=base, **reading)
     require_exclusive(model, path)

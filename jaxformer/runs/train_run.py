@@ -185,6 +185,7 @@ def agreed(setup: RunSetup) -> RunSetup:
     settings = {name: repr(value) for name, value in flat(setup.run).items()}
     compared = {name: text for name, text in settings.items() if name not in PROCESS_SETTINGS}
     compared |= {f"data.json: {name}": str(value) for name, value in setup.record.items()}
+    # Each process has drawn an id, and that of the first one counts.
     run_id = exchange(compared.pop("data.json: run_id"))[0]
     require_same(compared | {"the version of jax": jax.__version__})
     return dataclasses.replace(setup, record=setup.record | {"run_id": run_id})
@@ -199,6 +200,7 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
     """
     run = setup.run
     saved = checkpoints.steps() or [0]
+    # Processes that see other checkpoints would continue from other steps.
     require_same({f"the checkpoints in {checkpoints.folder}": str(saved)})
     with ThreadPoolExecutor(1) as thread:
 
@@ -297,6 +299,7 @@ def traced(steps: str, folder: Path, step: CountedStep) -> Iterator[Advance]:
     if not steps:
         yield step
         return
+    # JAX writes traces to a disk alone.
     local = store_of(folder).output_folder()
     profile = Profile(step, steps, local.path)
     try:
