@@ -88,6 +88,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
         # What a start would refuse, before the data is read.
         RunDirectory(run.run.dir).check_config(run)
         setup = make_setup(run, lambda line: None)
+        target = setup.target
     except ConfigError as error:
         yield Finding("problem", "settings and data", str(error))
         return
@@ -99,7 +100,7 @@ def examine(run: RunConfig) -> Iterator[Finding]:
         f" {setup.tokens_per_step:,} tokens",
     )
     # On the shapes of the state: nothing is made.
-    yield disk(setup.target, setup.directory.path, run.train.keep_checkpoints + 1)
+    yield disk(target, setup.directory.path, run.train.keep_checkpoints + 1)
     # The attention kernel, with its errors against float32, or the next one that is right.
     lines: list[str] = []
     try:

@@ -65,6 +65,9 @@ def test_each_problem_is_named_and_the_status_is_one(
     out = printed(capsys)
     assert "problem run.dir: " in out and "problem data.cache_dir: " in out
     assert "problem settings and data: " in out and "3 problems." in out
+    changes = {"optimizer.groups": "nowhere: lr 0"}
+    assert main(["doctor", *line(tmp_path / "run", text, changes)]) == 1
+    assert "problem settings and data: optimizer.groups" in printed(capsys)
 
 
 def test_what_a_url_names_is_read(
