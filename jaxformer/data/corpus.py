@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,16 @@ from jaxformer.data.ids import open_or_index
 from jaxformer.data.mixture import Mixture, check_shares
 from jaxformer.data.records import Fields
 from jaxformer.data.rows import Rows
-from jaxformer.data.source import Scan, Source, changed, file_groups, find_source, sample, scan
+from jaxformer.data.source import (
+    Scan,
+    Source,
+    changed,
+    file_groups,
+    find_source,
+    sample,
+    scan,
+    whole_parts,
+)
 from jaxformer.data.splits import SideName, Split
 from jaxformer.data.store import (
     MANIFEST,
@@ -32,7 +40,7 @@ from jaxformer.data.store import (
 )
 from jaxformer.data.task import Task
 from jaxformer.data.templates import ExampleRows, Template
-from jaxformer.files import ConfigError, located, read_object, store_of, write_text
+from jaxformer.files import ConfigError, located, store_of
 from jaxformer.tokenizer import (
     Tokenizer,
     byte_tokenizer,
@@ -354,9 +362,7 @@ def text_store(
         return [cache / "stores" / fingerprint(FORMAT, part.content, *made_by) for part in parts]
 
     def make(tell: Callable[[list[Path]], None] = lambda directories: None) -> TokenStore:
-        parts = text.scan.parts or scan(source, cache / "scans", log).parts
-        if text.scan.is_sampled:
-            check_samples(text, parts, cache / "scans")
+        parts = whole_parts(source, text.scan, cache / "scans", log)
         directories = directories_of(parts)
         tell(directories)
 
@@ -411,20 +417,6 @@ def text_store(
     names = directories_of([text.scan] if text.scan.is_sampled else text.scan.parts)
     store.fingerprint = joint_fingerprint([directory.name for directory in names])
     return store
-
-
-def check_samples(text: Split, parts: Sequence[Scan], cache: Path) -> None:
-    """Refuse a text that is another than the one that had these samples when it was read first;
-    `parts` are the scans of all of it."""
-    content = {"content": [part.content for part in parts]}
-    record = cache / f"{text.scan.content}.json"
-    if not record.exists():
-        write_text(record, json.dumps(content))
-    elif read_object(record) != content:
-        raise ConfigError(
-            f"{text.source} was altered, in places by which it is not known, since a run began to"
-            f" read it: restore it; or remove {record} if no such run is to be continued."
-        )
 
 
 def megabytes(size: int) -> str:

@@ -488,21 +488,37 @@ def sample(source: Source, cache: Path) -> Scan:
     return Scan(content, 0, size, is_sampled=True)
 
 
+def whole_parts(source: Source, earlier: Scan, cache: Path, log: Log) -> tuple[Scan, ...]:
+    """Return the scans of the file groups of a source; of a text that was sampled, which is read
+    now if it was not before, ConfigError where it is another than when it was read first."""
+    parts = earlier.parts or scan(source, cache, log).parts
+    if earlier.is_sampled:
+        content = {"content": [part.content for part in parts]}
+        record = cache / f"{earlier.content}.json"
+        if not record.exists():
+            write_text(record, json.dumps(content))
+        elif read_object(record) != content:
+            raise ConfigError(
+                f"{source} was altered, in places by which it is not known, since a run began to"
+                f" read it: restore it; or remove {record} if no such run is to be continued."
+            )
+    return parts
+
+
 def scan_group(group: Source, cache: Path, log: Log, tokenizer: Tokenizer | None) -> Scan:
     """Return the scan of a file group, which is read where `cache` has none of it."""
     name = group.signature()
-    of_ids = tokenizer if group.of_ids else None
-    if of_ids:
-        name = fingerprint(name, of_ids.fingerprint())
+    if group.of_ids and tokenizer:
+        name = fingerprint(name, tokenizer.fingerprint())
     record = cache / f"{name}.json"
     with contextlib.suppress(*WRONG_RECORD):
         return Scan.read(read_object(record))
-    if of_ids:
+    if group.of_ids and tokenizer:
         (file,) = group.files
         try:
-            array = open_ids(file, of_ids)
+            array = open_ids(file, tokenizer)
             log(f"{group}: reading {file.path}, {array.dtype.name}")
-            _, sizes = documents_of_ids(array, of_ids, log)
+            _, sizes = documents_of_ids(array, tokenizer, log)
         except ConfigError as error:
             raise ConfigError(f"{group}: {error}") from None
         made = Scan(array.content(), len(sizes), int(sizes.sum()))
