@@ -386,6 +386,7 @@ class GrowingStore(TokenStore):
     """The tokens of a text while a thread makes them, shard by shard: what is read is waited for,
     and so are all tokens by what depends on their number. The `head` is a store of the first of
     them, which is there. `build` makes the rest, after it has told the directories of the stores.
+    `documents` is 0, and `bytes` the size of the files, where the text was not read before.
 
     Another process may be the one that makes them. What stops the thread is raised by the next
     read.
