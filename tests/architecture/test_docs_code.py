@@ -43,6 +43,7 @@ TINY = {
     "train.steps": 2,
 }
 PLACEHOLDERS = {"CONFIG": "configs/quickstart.py"}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 every_page = pytest.mark.parametrize(
     "page",
@@ -74,6 +75,24 @@ def test_all_code_of_a_page_runs(
     }
     for block in blocks_of(page.read_text(encoding="utf-8")):
         do(block, page, namespace)
+
+
+COMMAND = re.compile(r"`((?:python|jaxformer) [^`]*)`")
+
+
+@pytest.mark.parametrize(
+    "line", COMMAND.findall("\n".join(re.findall(r"^\|.*", README, flags=re.MULTILINE)))
+)
+def test_a_command_in_a_table_of_the_readme_is_one(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("configs", "examples", "train.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    for name in ("MODEL", "RUN", "OTHER", "runs/quickstart"):
+        begun("configs/quickstart.py", name)
+    (words,) = command_lines(line)
+    check_line([PLACEHOLDERS.get(word, word) for word in words], line)
 
 
 def do(block: Block, page: Path, namespace: dict[str, Any]) -> None:
