@@ -326,13 +326,15 @@ def contract(
             equation, x, gathered(w), preferred_element_type=dtype, out_sharding=sharding
         )
     if dtype == jnp.float32 and x.dtype.itemsize == 2:
-        y = _wide_product(equation, x, w)
+        y = wide_product(equation, x, w)
     else:
         y = _product(equation, x, w, dtype)
     return constrain(y, to) if to else y
 
 
 def _product(equation: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    if "..." in equation:
+        return jnp.einsum(equation, x, w, preferred_element_type=dtype)
     left, right, out = _letters(equation, x.shape, w.shape)
     free_sizes = [size for letter, size in zip(left, x.shape, strict=True) if letter not in right]
     is_one_row = left[0] == out[:1] and left[0] not in right and math.prod(free_sizes) == 1
@@ -365,10 +367,10 @@ def _product(equation: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _wide_product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+def wide_product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Return the product in float32 of operands of 16 bits. Its derivatives are products of such
     operands too: JAX would multiply the float32 gradient in float32, several times slower on
-    accelerators."""
+    accelerators. The axes "..." of an equation are those of einsum."""
     return _product(equation, x, w, jnp.float32)
 
 
@@ -384,14 +386,14 @@ def _wide_derivative(
     # The tangent of a weight that does not learn is zero.
     if not isinstance(d_w, SymbolicZero):
         terms.append(_product(equation, x, d_w, None))
-    y = _wide_product(equation, x, w)
+    y = wide_product(equation, x, w)
     if not terms:
         return y, jnp.zeros_like(y)
     # The transpose of this conversion makes the gradient 16 bits wide before it is multiplied.
     return y, sum(terms[1:], terms[0]).astype(jnp.float32)
 
 
-_wide_product.defjvp(_wide_derivative, symbolic_zeros=True)
+wide_product.defjvp(_wide_derivative, symbolic_zeros=True)
 
 
 def _letters(equation: str, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[str, str, str]:

@@ -64,12 +64,11 @@ def shared_norm(config: ModelConfig) -> str:
 def sublayers_of(config: ModelConfig, cross: bool = False) -> dict[str, Sublayer]:
     """Return the rows of a layer, in their order; with `cross` there is one that reads an
     encoder."""
-    encoder_reader = {CROSS: CROSS_ATTENTION} if cross else {}
-    return {
-        config.mixer: MIXERS[config.mixer],
-        **encoder_reader,
-        config.feed_forward: FEED_FORWARDS[config.feed_forward],
-    }
+    sublayers: dict[str, Sublayer] = {config.mixer: MIXERS[config.mixer]}
+    if cross:
+        sublayers[CROSS] = CROSS_ATTENTION
+    sublayers[config.feed_forward] = FEED_FORWARDS[config.feed_forward]
+    return sublayers
 
 
 def all_sublayers() -> dict[str, Sublayer]:
@@ -90,8 +89,10 @@ def empty_cache(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -
 
 def normed_before(config: ModelConfig, name: str) -> bool:
     """Return whether a sublayer of a layer reads the residual stream behind a norm."""
-    is_unnormed = config.unnormed_layers > 0 and name == config.mixer
-    return "before" in PLACEMENTS[config.norm_placement].norms and not is_unnormed
+    # The mixer of a first layer reads embeddings, which may be normed already (ModernBERT).
+    if config.unnormed_layers > 0 and name == config.mixer:
+        return False
+    return "before" in PLACEMENTS[config.norm_placement].norms
 
 
 def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
@@ -100,8 +101,9 @@ def block_specs(config: ModelConfig, cross: bool = False) -> Specs:
     shared = shared_norm(config)
     specs: Specs = {}
     for name, sublayer in sublayers_of(config, cross).items():
-        is_shared = shared in ("", f"{name}_norm")
-        if (normed_before(config, name) or "after" in norms) and is_shared:
+        # The norm that all share is that of the first sublayer.
+        has_norm = normed_before(config, name) or "after" in norms
+        if has_norm and shared in ("", f"{name}_norm"):
             specs[f"{name}_norm"] = norm_specs(config)
         specs[name] = sublayer.specs(config)
         if "output" in norms:
@@ -122,12 +124,17 @@ def block(params: Params, config: ModelConfig, x: Float[Array, "B T D"], call: C
         return norm(params[name], config, x)
 
     shared = shared_norm(config)
-    source = normed(x, shared) if shared else x
+    # What parallel sublayers read: x, or its norm if they share one.
+    source = x
+    if shared:
+        source = normed(x, shared)
     inner_keys, outer_keys = _dropout_keys(call.key, sublayers)
-    total = x
+    total = x  # the residual stream
     auxes: list[Aux] = []
     for name, sublayer in sublayers.items():
-        read = total if config.residual == "sequential" else source
+        read = source
+        if config.residual == "sequential":
+            read = total
         if normed_before(config, name) and not shared:
             read = normed(read, f"{name}_norm")
         with jax.named_scope(name):

@@ -178,8 +178,12 @@ def _division(
     dispatch: Dispatch,
 ) -> Division:
     devices = axes.get(EXPERT, 1)
-    devices = 1 if dispatch.number % devices else devices
-    of_tokens = devices if EXPERT in entry_axes(tokens[0]) else 1
+    if dispatch.number % devices:
+        # A number that the mesh does not divide is on all devices.
+        devices = 1
+    of_tokens = 1
+    if EXPERT in entry_axes(tokens[0]):
+        of_tokens = devices
     if any(is_custom(leaf) for leaf in weights.values()):
         # The parts of a leaf that is no array have experts first, and nothing else is divided. A
         # key of dropout, uint32 [2], has none.
@@ -210,8 +214,11 @@ def most_rows(tokens: int, rows: int, k: int, dispatch: Dispatch, devices: int) 
     """Return the most rows of experts that a device can have, of so many tokens in so many rows of
     a batch, where `devices` divide the experts."""
     number = dispatch.number // devices
+    # No token has an expert twice.
     most = tokens * min(k, number)
-    return min(most, rows * number * dispatch.capacity) if dispatch.capacity else most
+    if dispatch.capacity:
+        most = min(most, rows * number * dispatch.capacity)
+    return most
 
 
 class Traffic(NamedTuple):

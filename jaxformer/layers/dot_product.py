@@ -1,12 +1,12 @@
 """Attention in plain jax.numpy, for every transform and device: the reference of all kernels."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxformer.arrays.params import wide_product
 from jaxformer.layers.linear import dropout
 from jaxformer.layers.masks import AttentionMask, Scoring, visible
 
@@ -49,15 +49,20 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, scoring: Scorin
     if bias is not None:
         scores = scores + bias.reshape(*bias.shape[:-3], *heads, *bias.shape[-2:])
     if mask is not None:
-        mask = mask[..., None, None, :, :]
+        mask = mask[..., None, None, :, :]  # [..., 1, 1, T, S]
+        # The least number and not -inf, which would make NaN of a row that sees nothing.
         scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
     # A sink is one more key, whose weight is removed after the softmax.
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks.reshape(*heads, 1, 1), (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
-    weights = weights if sinks is None else weights[..., :-1]
-    return weights if mask is None else jnp.where(mask, weights, 0)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    if mask is None:
+        return weights
+    # A row that sees nothing has equal weights, which become 0.
+    return jnp.where(mask, weights, 0)
 
 
 def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -85,24 +90,3 @@ def attention_weights(q: jax.Array, k: jax.Array, mask: AttentionMask) -> jax.Ar
 def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Compute `plain` from its weights on: [B, N, T, S], v [B, S, K, W] -> [B, T, N, W]."""
     return _values(weights.reshape(weights.shape[0], v.shape[2], -1, *weights.shape[2:]), v)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def wide_product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return `einsum(equation, a, b)` in float32.
-
-    JAX would multiply the float32 gradient of the result with `a` and `b` in float32, which
-    accelerators do several times slower.
-    """
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
-
-
-@wide_product.defjvp
-def _derivative(
-    equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    a, b = primals
-    d_a, d_b = tangents
-    # The transpose of this conversion makes the gradient 16 bits wide before it is multiplied.
-    d_out = jnp.einsum(equation, d_a, b) + jnp.einsum(equation, a, d_b)
-    return wide_product(equation, a, b), d_out.astype(jnp.float32)

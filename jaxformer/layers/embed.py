@@ -65,8 +65,12 @@ def _token_specs(config: ModelConfig) -> Specs:
 
 def _tokens(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     x = lookup(params["tokens"], inputs.tokens, WHOLE)
-    x = x * math.sqrt(config.d_model) if config.embedding.scale == "sqrt" else x
-    return x if config.embedding.multiplier == 1 else x * config.embedding.multiplier
+    # As in the first Transformer and Gemma, whose rows begin small (arXiv:1706.03762).
+    if config.embedding.scale == "sqrt":
+        x = x * math.sqrt(config.d_model)
+    if config.embedding.multiplier != 1:
+        x = x * config.embedding.multiplier
+    return x
 
 
 def _token_formula(config: ModelConfig) -> str:
@@ -89,11 +93,8 @@ def _learned(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
 
 def _sinusoidal(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
     positions = inputs.layout.positions
-    positions = (
-        positions + config.embedding.position_offset
-        if config.embedding.position_offset
-        else positions
-    )
+    if config.embedding.position_offset:
+        positions = positions + config.embedding.position_offset
     return sinusoids(positions, config.d_model, config.embedding.sinusoids)
 
 
@@ -103,7 +104,9 @@ def _type_specs(config: ModelConfig) -> Specs:
 
 
 def _types(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
-    types = jnp.zeros_like(inputs.layout.positions) if inputs.types is None else inputs.types
+    types = inputs.types
+    if types is None:
+        types = jnp.zeros_like(inputs.layout.positions)
     return lookup(params["types"], types, WHOLE)
 
 
@@ -122,8 +125,12 @@ TOKEN_TYPES = Embedding(_type_specs, _types, lambda config: "U[token type]")
 def added_embeddings(config: ModelConfig) -> list[Embedding]:
     """Return the rows of what a stack adds to the embedding of its inputs, in their order."""
     name = config.embedded_positions
-    positions = [ADDED[name]] if name in ADDED else []
-    return [*positions, *([TOKEN_TYPES] if config.embedding.token_types else [])]
+    added = []
+    if name in ADDED:
+        added.append(ADDED[name])
+    if config.embedding.token_types:
+        added.append(TOKEN_TYPES)
+    return added
 
 
 def of_embeddings(config: ModelConfig) -> ModelConfig:

@@ -45,13 +45,16 @@ KEYS = ("batch", None, "kv_heads", None)
 def exchange_of(queries: int, heads: int, sizes: Mapping[str, int] | None = None) -> Exchange:
     """Return how attention of so many queries and heads gets its keys on a mesh with these sizes
     (None: the mesh in force)."""
-    sizes = free_axes() if sizes is None else sizes
+    if sizes is None:
+        sizes = free_axes()
     # Rows of another length, as those of one token that is decoded, are on all devices.
     context = sizes.get(CONTEXT, 1)
     if context == 1 or queries % context:
         return "none"
     devices = math.prod(sizes.get(name, 1) for name in ACTIVATION_RULES["exchanged_heads"])
-    return "gather" if heads % devices else "heads"
+    if heads % devices:
+        return "gather"
+    return "heads"
 
 
 def placed(run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
@@ -60,6 +63,7 @@ def placed(run: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, mask: Attentio
     if exchange == "none":
         return run(q, k, v, mask)
     if exchange == "gather":
+        # Each device computes its queries, and XLA gathers the keys of all tokens.
         out = run(constrain(q, DIVIDED_TOKENS), constrain(k, KEYS), constrain(v, KEYS), mask)
         return constrain(out, DIVIDED_TOKENS)
     rate, key = mask.dropout
@@ -125,19 +129,24 @@ def on_each_device(
     exchanges = exchange_of(q.shape[1], q.shape[2]) == "heads"
     # Keys whose number the devices do not divide are on all of them already.
     exchanges_keys = exchanges and k.shape[1] % axes[CONTEXT] == 0
+    # Where queries and keys are before `local`; after an exchange they are by heads.
     by_heads = activation(q.shape, DIVIDED_HEADS if exchanges else ("batch", None, "heads", None))
+    of_queries = by_heads
+    of_keys = by_heads
     batch, _, heads, _ = by_heads
     if exchanges:
         q, k, v = before_exchange(q, k, v)
+        of_queries = activation(q.shape, DIVIDED_TOKENS)
+        if exchanges_keys:
+            of_keys = of_queries
     else:
         k, v = (repeated(x, heads) for x in (k, v))
-    by_tokens = activation(q.shape, DIVIDED_TOKENS)
-    of_queries = by_tokens if exchanges else by_heads
-    of_keys = by_tokens if exchanges_keys else by_heads
     scoring = mask.scoring
     bias_sharding = None
     if scoring.bias is not None:
-        bias_sharding = PartitionSpec(batch if scoring.bias.shape[0] > 1 else None, heads)
+        # [B, N, T, S], or [1, N, T, S] for all rows; each device has the scores of all its tokens.
+        rows = batch if scoring.bias.shape[0] > 1 else None
+        bias_sharding = PartitionSpec(rows, heads)
 
     def local(
         q: jax.Array,
@@ -147,8 +156,11 @@ def on_each_device(
         bias: jax.Array | None,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        q = _to_heads(q) if exchanges else q
-        k, v = (_to_heads(x) if exchanges_keys else x for x in (k, v))
+        if exchanges:
+            q = _to_heads(q)
+        if exchanges_keys:
+            k = _to_heads(k)
+            v = _to_heads(v)
         out = run(q, k, v, mask_of_device(mask, sides, sinks, bias))
         if not exchanges:
             return out
@@ -208,7 +220,9 @@ def _in_turn(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]
     """Return the even and the odd piece of a device as the early and the late one, or the reverse:
     on every second device the early one is odd."""
     early_is_even = jax.lax.axis_index(CONTEXT) % 2 == 0
-    return jnp.where(early_is_even, first, second), jnp.where(early_is_even, second, first)
+    early = jnp.where(early_is_even, first, second)
+    late = jnp.where(early_is_even, second, first)
+    return early, late
 
 
 def _from_early_and_late(x: jax.Array) -> jax.Array:

@@ -114,10 +114,13 @@ def route(
     _, experts = jax.lax.top_k(jax.lax.stop_gradient(select), k)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.experts.renormalize:
+        # Sigmoids may all be 0 in float32, and their sum too.
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     weights = weights * config.experts.scale
     segments = mask.queries.segments
-    real = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
+    real = jnp.ones(x.shape[:2], bool)
+    if segments is not None:
+        real = segments != 0
     experts = jnp.where(real[..., None], experts, number)
     kept = experts
     if config.experts.capacity and capped:
@@ -166,9 +169,9 @@ def _router_aux(
     number = config.experts.n
     k = config.experts.per_token
     # [B, T, E], which sum to 1: sigmoids do not by themselves.
-    probabilities = (
-        scores / scores.sum(-1, keepdims=True) if config.experts.router == "sigmoid" else scores
-    )
+    probabilities = scores
+    if config.experts.router == "sigmoid":
+        probabilities = scores / scores.sum(-1, keepdims=True)
     # [B, T, E]: whether the token is routed to the expert; no row has E, where padding is.
     routed = (experts[..., None] == jnp.arange(number)).any(-2)
     tokens = real.sum(-1).astype(jnp.float32)  # [B]
@@ -230,7 +233,10 @@ def _expert_rows(
     scale = scale.astype(hidden.dtype)[:, None]
     y = contract("MF,EFD->MD", hidden * scale, weights["down"], groups=groups)
     bias = weights.get("down_bias")
-    return y if bias is None else y + scale * _added_bias(jnp.zeros_like(y), bias, groups.sizes)
+    if bias is not None:
+        # Scaled as the product is, which had its scale before.
+        y = y + scale * _added_bias(jnp.zeros_like(y), bias, groups.sizes)
+    return y
 
 
 def dispatch_of(config: ModelConfig, length: int, capped: bool) -> Dispatch:

@@ -51,8 +51,9 @@ class Head(NamedTuple):
 
 def reads_pooler(config: ModelConfig) -> bool:
     """Return whether the head reads the pooler: that of a row in an encoder, or asked to."""
-    asked = config.family == "encoder" or config.head.class_layers != "auto"
-    return HEADS[config.output].of_row and asked
+    if not HEADS[config.output].of_row:
+        return False
+    return config.family == "encoder" or config.head.class_layers != "auto"
 
 
 def has_pooler(config: ModelConfig) -> bool:
@@ -67,8 +68,9 @@ def is_tied(config: ModelConfig) -> bool:
 
 def matrix_path(config: ModelConfig, name: str = "head") -> tuple[str, str]:
     """Return where the params have the matrix of the head, or of a second head by its name."""
-    tied = name == "head" and is_tied(config)
-    return ("embed", "tokens") if tied else (name, "weight")
+    if name == "head" and is_tied(config):
+        return "embed", "tokens"
+    return name, "weight"
 
 
 def head_specs(config: ModelConfig) -> Specs:
@@ -92,16 +94,23 @@ def head_specs(config: ModelConfig) -> Specs:
 def _dense_specs(config: ModelConfig, size: int) -> Specs:
     """Return a matrix [D, size], and a bias if the config has one."""
     make = INITIALIZERS[config.init](config)
-    matrix = Spec((config.d_model, size), ("embed", "hidden"), make.weight, inputs=("embed",))
-    bias = {"dense_bias": Spec((size,), ("hidden",), zeros)} if config.head.dense_bias else {}
-    return {"dense": matrix} | bias
+    specs: Specs = {
+        "dense": Spec((config.d_model, size), ("embed", "hidden"), make.weight, inputs=("embed",))
+    }
+    if config.head.dense_bias:
+        specs["dense_bias"] = Spec((size,), ("hidden",), zeros)
+    return specs
 
 
 def _output_specs(config: ModelConfig, size: int, axis: str, bias: bool = True) -> Specs:
     """Return a matrix [size, D], and a bias [size]."""
     make = INITIALIZERS[config.init](config)
-    weight = Spec((size, config.d_model), (axis, "embed"), make.weight, inputs=("embed",))
-    return {"weight": weight} | ({"bias": Spec((size,), (axis,), zeros)} if bias else {})
+    specs: Specs = {
+        "weight": Spec((size, config.d_model), (axis, "embed"), make.weight, inputs=("embed",))
+    }
+    if bias:
+        specs["bias"] = Spec((size,), (axis,), zeros)
+    return specs
 
 
 def _masked_specs(config: ModelConfig) -> Specs:
@@ -111,15 +120,18 @@ def _masked_specs(config: ModelConfig) -> Specs:
 
 
 def _class_dense_specs(config: ModelConfig, normed: bool) -> Specs:
-    """Return a matrix [D, D], and if `normed` the norm behind it of model.head.class_layers."""
-    has_norm = normed and config.head.class_layers == "dense_norm"
-    norm_rows = {"norm": norm_specs(config)} if has_norm else {}
-    return _dense_specs(config, config.d_model) | norm_rows
+    """Return a matrix [D, D], and if `normed` the norm behind it that model.class_head may have."""
+    specs = _dense_specs(config, config.d_model)
+    if normed and config.head.class_layers == "dense_norm":
+        specs["norm"] = norm_specs(config)
+    return specs
 
 
 def _tag_specs(config: ModelConfig) -> Specs:
-    dense = {} if config.head.class_layers == "auto" else _class_dense_specs(config, normed=True)
-    return _class_specs(config) | dense
+    specs = _class_specs(config)
+    if config.head.class_layers != "auto":
+        specs |= _class_dense_specs(config, normed=True)
+    return specs
 
 
 def _class_specs(config: ModelConfig) -> Specs:
@@ -139,7 +151,10 @@ def pool(x: Float[Array, "B T D"], layout: TokenLayout, pooling: str) -> Float[A
     """Return one vector per row, by a name of `POOLINGS`: that of its first token, of its last, or
     the mean of all. Padding is none of them."""
     # A product with weights serves all poolings, and rows whose tokens a mesh divides.
-    real = jnp.ones(x.shape[:2], bool) if layout.segments is None else layout.segments != 0
+    real = jnp.ones(x.shape[:2], bool)
+    if layout.segments is not None:
+        real = layout.segments != 0
+    # [B, T], which sum to 1 in each row.
     weights = POOLINGS[pooling](real).astype(x.dtype)
     return jnp.einsum("BT,BTD->BD", weights, x)
 
@@ -168,7 +183,9 @@ def _class_dense(branch: Params, config: ModelConfig, x: jax.Array) -> jax.Array
     if "dense" not in branch:
         return x
     x = ACTIVATIONS[config.head.pooler_activation](linear("BTD,DF->BTF", branch, "dense", x))
-    return norm(branch["norm"], config, x) if "norm" in branch else x
+    if "norm" in branch:
+        x = norm(branch["norm"], config, x)
+    return x
 
 
 def _transformed(
@@ -239,9 +256,13 @@ def readout(
     """Return the input of `output_layer`: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the
     row, and with model.embedding.width for a masked head as wide as that."""
     x = HEADS[config.output].rows(params, config, x, layout)
-    x = x / math.sqrt(config.d_model) if config.head.scale == "rsqrt" else x
+    # Rows are divided and not logits, of which there are V / D times as many.
+    if config.head.scale == "rsqrt":
+        x = x / math.sqrt(config.d_model)
     divisor = total_divisor(config)
-    return x if divisor == 1 else x / divisor
+    if divisor != 1:
+        x = x / divisor
+    return x
 
 
 def total_divisor(config: ModelConfig) -> float:
@@ -276,7 +297,9 @@ def logits_of_rows(
     V]."""
     axes = ("batch", "sequence", "vocab")
     logits = contract("BTD,VD->BTV", rows, matrix, to=axes, dtype=dtype).astype(jnp.float32)
-    return logits if bias is None else logits + bias
+    if bias is not None:
+        logits = logits + bias
+    return logits
 
 
 @jax.named_scope("head")
@@ -290,7 +313,9 @@ def head(
     y = readout(params, config, x, layout)
     logits = logits_of_rows(*output_layer(params, config, y))
     cap = config.head.soft_cap
-    return cap * jnp.tanh(logits / cap) if cap else logits
+    if cap:
+        logits = cap * jnp.tanh(logits / cap)
+    return logits
 
 
 def head_formula(config: ModelConfig) -> tuple[str, ...]:

@@ -133,6 +133,7 @@ def features(needs: Needs) -> Iterator[tuple[str, str]]:
         yield "before Ampere", f"it needs compute capability 8.0, and this device has {actual}"
     if needs.dtype and needs.dtype not in ("bfloat16", "float16"):
         yield "32 bits", f"it computes in 16 bits only, and model.dtype is {needs.dtype}"
+    # Calls have no width here, 0, which fits.
     if needs.head_width % 8 or needs.head_width > 256:
         yield "head width", f"its head width is a multiple of 8 up to 256, not {needs.head_width}"
     if needs.segments > 1:
@@ -283,6 +284,7 @@ KERNELS: Table[KernelRow] = Table(
     },
     besides=("auto",),
 )
+# The kernels that auto tries on a platform, the fastest first; plain attention serves everything.
 PREFERRED = {
     "gpu": ("cudnn", "blocked", "ring", "xla"),
     "tpu": ("tpu", "blocked", "ring", "xla"),
@@ -290,11 +292,15 @@ PREFERRED = {
 }
 
 
+def _row(kernel: str) -> KernelRow:
+    return KERNELS["xla" if kernel == "auto" else kernel]
+
+
 def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     """Attend by the named kernel ("auto": plain), on the devices of the mesh in force. A call that
     this kernel does not serve is computed by the plain one: a kernel chosen for the batches of a
     run is also called with a cache and with padded prompts."""
-    row = KERNELS["xla" if kernel == "auto" else kernel]
+    row = _row(kernel)
     if not row.serves(mask, q.shape[2]):
         row = KERNELS["xla"]
     return row.on_mesh(row.run, q, k, v, mask)
@@ -304,7 +310,11 @@ def reads_balanced(kernel: str, mask: AttentionMask, heads: int) -> bool:
     """Return whether the named kernel wants the tokens of such a call balanced over mesh.context,
     because a causal mask would give the devices unequal work."""
     length = mask.queries.positions.shape[1]
-    exchange = exchange_of(length, heads)
-    halves = length % (2 * free_axes().get(CONTEXT, 1)) == 0
-    row = KERNELS["xla" if kernel == "auto" else kernel]
-    return exchange in row.balanced and mask.causal and halves and row.serves(mask, heads)
+    row = _row(kernel)
+    # Without a causal mask all devices have equal work already.
+    if not mask.causal or exchange_of(length, heads) not in row.balanced:
+        return False
+    # Each device has two pieces of a row.
+    if length % (2 * free_axes().get(CONTEXT, 1)):
+        return False
+    return row.serves(mask, heads)

@@ -56,6 +56,7 @@ def _gpt2(config: ModelConfig) -> Initializers:
 def _truncated_normal(config: ModelConfig) -> Initializers:
     """Draw with variance 2 / (d_in + d_out) cut at three sigma; 1 for an embedding that is not
     tied."""
+    # A table that is also the output matrix is as small as one.
     embedding = truncated_normal if config.tied_head else unit_truncated_normal
     return Initializers(truncated_normal, truncated_normal, embedding, embedding)
 
@@ -93,7 +94,9 @@ def linear(
     again takes less time than to write the sum."""
     y = checkpoint_name(contract(equation, x, params[name], to=to), point or name)
     bias = params.get(f"{name}_bias")
-    return y if bias is None else y + bias.astype(y.dtype)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return y
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -31,7 +31,9 @@ class TokenLayout:
     def after(self, tokens: int) -> "TokenLayout":
         """Return the layout with each segment after so many tokens, which take its first
         positions."""
-        return replace(self, positions=self.positions + tokens) if tokens else self
+        if not tokens:
+            return self
+        return replace(self, positions=self.positions + tokens)
 
 
 class Scoring(NamedTuple):
@@ -81,6 +83,7 @@ def layout_of(
     if segments is None:
         return TokenLayout(index, ordered=True)
     first = jnp.ones_like(segments[..., :1], bool)
+    # bool [B, T]: whether a segment begins here; its index is carried on to its tokens.
     begins = jnp.concatenate([first, segments[..., 1:] != segments[..., :-1]], axis=-1)
     counted = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=index.ndim - 1)
     return TokenLayout(jnp.where(segments != 0, counted, 0), segments, ordered=True)
@@ -90,19 +93,25 @@ def visible(mask: AttentionMask) -> jax.Array | None:
     """Return bool [B, T, S]: each query sees the keys of its segment, without padding, up to its
     position if causal, and within the window if there is one. With P leading keys it is [B, T, P +
     S]. None means that all queries see all keys."""
-    queries, keys = mask.queries, mask.keys
+    queries = mask.queries
+    keys = mask.keys
+    # How many tokens before its query a key is, [B, T, S]; negative behind it.
     back = queries.positions[..., :, None] - keys.positions[..., None, :]
-    allowed = back >= 0 if mask.causal else None
+    allowed = None
+    if mask.causal:
+        allowed = back >= 0
     if mask.window:
         near = (back if mask.causal else jnp.abs(back)) < mask.window
         allowed = near if allowed is None else allowed & near
     if queries.segments is not None or keys.segments is not None:
+        # A side without ids is one segment, which broadcasts.
         one = jnp.ones((1, 1), jnp.int32)
         q_seg = one if queries.segments is None else queries.segments
         k_seg = one if keys.segments is None else keys.segments
         same_segment = (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
         allowed = same_segment if allowed is None else allowed & same_segment
     if mask.leading and allowed is not None:
+        # [B, T, 1]: leading keys have no segment and no window, and padding sees nothing.
         not_padding = True if queries.segments is None else (queries.segments != 0)[..., None]
         to_leading = jnp.broadcast_to(not_padding, (*allowed.shape[:-1], mask.leading))
         allowed = jnp.concatenate([to_leading, allowed], axis=-1)

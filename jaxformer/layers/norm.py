@@ -39,7 +39,9 @@ def _normalized(
     """Return (x - m) r scale + bias with m and r of `_mean_and_root`: [..., D] float32."""
     mean, root = _mean_and_root(x, eps, centered)
     y = (x - mean) * root * scale
-    return y if bias is None else y + bias
+    if bias is not None:
+        y = y + bias
+    return y
 
 
 @_normalized.defjvp
@@ -59,13 +61,18 @@ def _normalized_tangent(
         d_x = d_x - jnp.mean(d_x, axis=-1, keepdims=True)
     y = (x - mean) * root
     tangent = root * (d_x - y * jnp.mean(y * d_x, axis=-1, keepdims=True)) * scale + y * d_scale
-    return _normalized(x, scale, bias, eps, centered), tangent if bias is None else tangent + d_bias
+    if bias is not None:
+        tangent = tangent + d_bias
+    return _normalized(x, scale, bias, eps, centered), tangent
 
 
 def _mean_and_root(x: jax.Array, eps: float, centered: bool) -> tuple[jax.Array | float, jax.Array]:
     """Return (m, r = 1 / sqrt(mean((x - m)^2) + eps)) over the last axis, [..., 1]; m is the mean
     of x, or 0 unless `centered`."""
-    mean = jnp.mean(x, axis=-1, keepdims=True) if centered else 0.0
+    mean: jax.Array | float = 0.0
+    if centered:
+        mean = jnp.mean(x, axis=-1, keepdims=True)
+    # The mean of squares of the centered numbers: that of x^2 less the squared mean would cancel.
     return mean, jax.lax.rsqrt(jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True) + eps)
 
 
@@ -77,7 +84,9 @@ def scale_spec(config: ModelConfig, shape: tuple[int, ...]) -> Spec:
 def scale_of(config: ModelConfig, scale: jax.Array) -> jax.Array:
     """Return the factor of a norm whose leaf is that of `scale_spec`."""
     offset = NORMS[config.norm].offset
-    return offset + scale if offset else scale
+    if not offset:
+        return scale
+    return offset + scale
 
 
 class NormRow(NamedTuple):
@@ -99,8 +108,10 @@ def _rms(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
 
 
 def _layer_specs(config: ModelConfig) -> Specs:
-    bias = {"bias": Spec((config.d_model,), ("norm",), zeros)} if "norm" in config.biased else {}
-    return _rms_specs(config) | bias
+    specs = _rms_specs(config)
+    if "norm" in config.biased:
+        specs["bias"] = Spec((config.d_model,), ("norm",), zeros)
+    return specs
 
 
 def _layer(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:

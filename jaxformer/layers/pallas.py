@@ -55,7 +55,9 @@ def blocks_for(keys: int, window: int = 0) -> Blocks:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     shortest = LARGE_FROM.get(name_of(kind) or "")
-    return LARGE_BLOCKS if shortest and min(keys, window or keys) >= shortest else SMALL_BLOCKS
+    if shortest and min(keys, window or keys) >= shortest:
+        return LARGE_BLOCKS
+    return SMALL_BLOCKS
 
 
 def _dividing(length: int, limit: int) -> int:
@@ -81,7 +83,7 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMa
     heads_first = [jnp.swapaxes(_padded(x, 1), 1, 2) for x in (_scaled(q, mask), k, v)]
     # The points q, k and v of `model.remat` are the arrays that the kernel reads.
     heads_first = [checkpoint_name(x, n) for x, n in zip(heads_first, "qkv", strict=True)]
-    shape = heads_first[0].shape[2], heads_first[1].shape[2]
+    shape = heads_first[0].shape[2], heads_first[1].shape[2]  # of queries and keys, padded
     kernel = _splash_kernel(q.shape[2], shape, mask)
     return _splash(kernel, heads_first, mask, padded=shape != (q.shape[1], k.shape[1]))
 
@@ -161,7 +163,10 @@ def _splash(
 
     length = mask.queries.positions.shape[1]
     out = jnp.swapaxes(jax.vmap(of_row)(*heads_first, ids), 1, 2)[:, :length]
-    return out if ids is None else jnp.where(sees_any(mask)[..., None, None], out, 0)
+    if ids is not None:
+        # A query that sees nothing gives 0, whatever the kernel has for it.
+        out = jnp.where(sees_any(mask)[..., None, None], out, 0)
+    return out
 
 
 def _splash_kernel(
