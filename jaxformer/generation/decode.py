@@ -247,6 +247,7 @@ def _prefill(
     logits = head(params, config, x, TokenLayout(position, segment))[:, 0]
     written = TextSoFar.prompt(tokens, segments, slots, jnp.asarray(max_new_tokens))
     done = jnp.zeros(tokens.shape[0], bool)
+    # All rows share the slot of the next token, and each has its own position.
     return Stream(cache, logits, position + 1, done, key, written)
 
 
@@ -282,6 +283,7 @@ def _decode(
     """Return `n` more tokens [B, n] and the stream after them; fewer steps are run where all end.
     With `final` the model does not read the very last of them, and the stream is that before it."""
     made = jnp.full((stream.done.shape[0], n), filler(rules.end_token), jnp.int32)
+    # Nothing is drawn after the very last token, which would be read for nothing.
     steps = n - 1 if final else n
     if steps:
         drawn = functools.partial(_drawn, rules=rules)

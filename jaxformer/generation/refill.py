@@ -101,6 +101,7 @@ def refill(
     waiting = iter(range(len(prompts)))
     texts: dict[int, tuple[int, list[int]]] = {}  # by row: the number of a prompt, its new tokens
     while True:
+        # Each free row takes the next prompt, read by itself: as many programs as rungs of length.
         free = [row for row in range(rows) if row not in texts]
         for row, number in zip(free, waiting, strict=False):
             prompt = prompts[number]
@@ -113,7 +114,7 @@ def refill(
         if not texts:
             return
         made, stream = _advance(weights, config, rules, CHUNK, stream)
-        done = np.array(stream.done)
+        done = np.array(stream.done)  # [B]; a copy, since an array of JAX cannot be written
         for row, (number, text) in texts.items():
             text += [token for token in np.asarray(made)[row].tolist() if token != NO_TOKEN]
             done[row] |= stopped(number, text)

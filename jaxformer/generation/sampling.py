@@ -29,7 +29,7 @@ from jaxformer.generation.token_rules import (
 TOKEN_IDS = Values(are_ids, "a tuple of token ids")
 TOKEN_WORDS = Values(are_words, "a tuple of tuples of token ids")
 END_TOKENS = Values(is_end, "a token id, a tuple of them or None")
-WHOLE_NUMBER = Values(whole_from(0), "at least 0")
+WHOLE_NUMBER = Values(whole_from(0), "a whole number, at least 0")
 WITHIN_TWO = Values(number_from(-2, 2), "from -2 to 2")
 PENALTY_FACTOR = Values(
     number_from(0, math.inf, 0, math.inf), "above 0, and finite (1 changes nothing)"

@@ -106,7 +106,7 @@ def speculate(
         streams.append(stream)
         weights.append(prepared(model_params, model_config))
     configs = tuple(model_config for _, model_config in models)
-    return _speculate(tuple(weights), configs, rules, ahead, max_new_tokens, tuple(streams))
+    return _speculate(weights, configs, rules, ahead, max_new_tokens, streams)
 
 
 class _Round(NamedTuple):
@@ -122,12 +122,12 @@ class _Round(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _speculate(
-    weights: tuple[Params, ...],
+    weights: list[Params],
     configs: tuple[ModelConfig, ...],
     rules: Sampling,
     ahead: int,
     count: int,
-    streams: tuple[Stream, ...],
+    streams: list[Stream],
 ) -> Speculation:
     end = filler(rules.end_token)
     index = jnp.arange(ahead + 1)
@@ -141,6 +141,7 @@ def _speculate(
         stream = carry.streams[0]
         written = stream.written
         first = stream.written.count
+        # A key for what each of these draws: the proposal, whether it is kept, the token after it.
         key, propose_key, keep_key, next_key = jax.random.split(stream.key, 4)
         drafts = []
         if len(configs) == 1:
@@ -170,7 +171,7 @@ def _speculate(
         made = carry.made.at[:, slots].set(tokens, mode="drop")
         stream = replace(stream, key=key, written=written, done=stream.done | is_end.any(axis=1))
         # The streams before they read what is not kept.
-        refused = ahead - common
+        refused = ahead - common  # the same for all rows, whose caches have one length
         streams = tuple(
             replace(each, cache=each.cache.rewind(refused), position=each.position - refused)
             for each in (stream, *drafts)
@@ -201,8 +202,10 @@ def _kept(
     `p` [B, 1 + k, V] are the probabilities of the model, and `proposal` [B, k, V] those of the
     `proposed` tokens [B, k]. Rows that are `done` [B] hold up no other one."""
     ahead = proposed.shape[1]
+    # p(x) and q(x) of each proposed token x.
     p_of = jnp.take_along_axis(p[:, :-1], proposed[..., None], axis=-1)[..., 0]  # [B, k]
     q_of = jnp.take_along_axis(proposal, proposed[..., None], axis=-1)[..., 0]
+    # Kept with probability min(1, p / q), without a division by a q that may be 0.
     keeps = jax.random.uniform(keys[0], p_of.shape) * q_of < p_of
     kept = jnp.cumprod(keeps.astype(jnp.int32), axis=1).sum(axis=1)  # [B], 0 .. k
     common = jnp.where(done, ahead, kept).min()
@@ -273,7 +276,7 @@ def _drafted(
 def _looked_up(written: TextSoFar, ahead: int) -> jax.Array:
     """Return the tokens [B, k] that followed the newest tokens of each row the last time that they
     were in its text, repeated where they are fewer than k; any tokens where they were not."""
-    after = jnp.zeros(len(written.tokens), jnp.int32)  # the slot behind the last occurrence
+    after = jnp.zeros(len(written.tokens), jnp.int32)  # [B], the slot behind the last occurrence
     for size in reversed(LOOKUPS):  # a longer one replaces a shorter one
         found = written.occurrences(size)
         latest = jnp.where(found, size + jnp.arange(found.shape[1]), 0).max(axis=1)

@@ -1,5 +1,6 @@
 """Stop strings: where the new tokens of a text complete one, and the text before them."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -46,8 +47,9 @@ class StopStrings:
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text before the first stop string in it."""
-    starts = [text.find(stop) for stop in stops]
-    return text[: min((start for start in starts if start >= 0), default=len(text))]
+    if not stops:
+        return text
+    return re.split("|".join(map(re.escape, stops)), text, maxsplit=1)[0]
 
 
 def stream_before_stop(texts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:

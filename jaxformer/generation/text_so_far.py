@@ -79,6 +79,7 @@ class TextSoFar:
         batch, slots = self.tokens.shape
         if size > slots:
             return jnp.full((batch, size), -1, jnp.int32)
+        # A slice that begins before the first slot would be moved to it, and is replaced below.
         newest = jax.lax.dynamic_slice(self.tokens, (0, self.end - size), (batch, size))
         return jnp.where(self.end >= size, newest, -1)
 

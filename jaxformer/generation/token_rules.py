@@ -144,6 +144,7 @@ def bad_words(
     banned = jnp.zeros(logits.shape, bool)
     single_ends = [(token,) for token in end_tokens(step.end_token)]
     for size in sorted({len(word) for word in words}):
+        # Words of a size are compared at once: a model may have thousands of them.
         group = np.array([word for word in words if len(word) == size and word not in single_ends])
         if group.size:
             newest = step.written.newest(size - 1)  # [B, size - 1]

@@ -147,7 +147,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "", "temperature is -1, and must be at least 0"),
     ({"temperature": float("nan")}, "", "temperature is nan"),
     ({"temperature": True}, "", "temperature is True"),
-    ({"top_k": 1.5}, "", "top_k is 1.5, and must be at least 0: correct it, or state --top_k"),
+    ({"top_k": 1.5}, "", "top_k is 1.5, and must be a whole number, at least 0: correct it"),
     ({"top_p": 0}, "", "top_p is 0, and must be above 0 and at most 1"),
     ({"min_p": [0.1]}, "", "min_p is [0.1], and must be from 0 to 1"),
     ({"do_sample": "yes"}, "", "do_sample is yes, and must be true or false"),

@@ -202,7 +202,7 @@ def test_draws_have_the_distribution_of_their_definition(settings):
         ({"rule": 3}, r"rule=3 must be a function"),
         ({"suppress_tokens": [1]}, r"suppress_tokens=\[1\] must be a tuple of token ids"),
         ({"begin_suppress_tokens": (1.5,)}, r"begin_suppress_tokens=\(1.5,\) must be a tuple"),
-        ({"min_length": -1}, r"min_length=-1 must be at least 0"),
+        ({"min_length": -1}, r"min_length=-1 must be a whole number, at least 0"),
         ({"min_p": 2, "top_k": -1}, r"top_k=-1 must be .*; min_p=2 must be"),
     ],
     ids=lambda value: "",
