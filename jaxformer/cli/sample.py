@@ -32,7 +32,7 @@ SHORT_TEXT = 64
 FILTERS = ("top_k", "top_p", "min_p")
 # The options that are rules of a text.
 SHOWN = ("temperature", *FILTERS, "repetition_penalty", "no_repeat_ngram_size")
-Rules = dict[str, Any]
+TextSettings = dict[str, Any]
 
 
 def run(args: SampleArguments) -> int:
@@ -73,7 +73,7 @@ def run(args: SampleArguments) -> int:
     return 0
 
 
-def _rules(model: Model, args: SampleArguments) -> Rules:
+def _rules(model: Model, args: SampleArguments) -> TextSettings:
     """Return the rules of a text, as keywords of `beam_search` or of the other decoders, and say on
     standard error which hold and whose they are: those of the command, before those that the
     model's generation_config.json states, before these defaults."""
@@ -157,7 +157,7 @@ def _text_after(model: Model, args: SampleArguments, start: list[int], made: lis
 
 
 def _pieces(
-    model: Model, args: SampleArguments, rules: Rules, start: list[int], source: list[int]
+    model: Model, args: SampleArguments, rules: TextSettings, start: list[int], source: list[int]
 ) -> Iterator[np.ndarray]:
     """New tokens [texts, length], in pieces as they are made."""
     count = min(args.max_new_tokens, model.context() - len(start))
@@ -183,7 +183,7 @@ def _pieces(
 
 
 def _print_growing(
-    model: Model, args: SampleArguments, rules: Rules, start: list[int], source: list[int]
+    model: Model, args: SampleArguments, rules: TextSettings, start: list[int], source: list[int]
 ) -> str:
     """Prints what the model writes after `start` as it is made, and returns it."""
     made: list[int] = []
@@ -233,7 +233,7 @@ def growing_text(
     yield text_of(tokenizer, tokens)[len(shown) :]
 
 
-def _converse(model: Model, args: SampleArguments, rules: Rules) -> None:
+def _converse(model: Model, args: SampleArguments, rules: TextSettings) -> None:
     """Answers the prompt, or without one every line of standard input, with the turns before it. An
     answer ends with the special token with which the chat template of the tokenizer ends a turn."""
     template = ChatTemplate.of(model.tokenizer, today=True)
@@ -257,7 +257,7 @@ def _converse(model: Model, args: SampleArguments, rules: Rules) -> None:
         messages.append({"role": ASSISTANT, "content": answer.strip()})
 
 
-def _write_prompts(model: Model, args: SampleArguments, rules: Rules, path: Path) -> None:
+def _write_prompts(model: Model, args: SampleArguments, rules: TextSettings, path: Path) -> None:
     """Prints {"prompt": ..., "text": ...} for each prompt of a file, in its order.
 
     Where a text ends, the next prompt takes its row. A sampled text depends on the seed, its prompt

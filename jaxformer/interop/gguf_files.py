@@ -40,11 +40,11 @@ GGUF_TYPES = [
     "IQ4_NL",
     "IQ4_XS",
 ]
-VERSIONS = (2, 3)
+GGUF_VERSIONS = (2, 3)
 # Types of metadata, by which `struct` and numpy name numbers too.
-NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-TEXT = 8
-ARRAY = 9
+NUMBER_KINDS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+TEXT_KIND = 8
+ARRAY_KIND = 9
 ROWS_AT_A_TIME = 128
 LONGEST_ARRAY = 1 << 24  # entries of metadata: no vocabulary has as many
 # What is raised by values of a wrong type or size in a stranger's file.
@@ -154,7 +154,7 @@ class StoredTensor(NamedTuple):
     data: np.ndarray
 
 
-class Head:
+class GgufHead:
     """What a GGUF file says before its numbers: the `metadata` by their keys, and the `tensors` by
     their names. Raises one of MALFORMED for what is none, or states more than it holds."""
 
@@ -164,7 +164,7 @@ class Head:
         self.content = content
         self.at = 4
         version = self._number("I") if content[:4] == b"GGUF" else None
-        if version not in VERSIONS:
+        if version not in GGUF_VERSIONS:
             # Also where the bytes of all numbers are in the order of other machines.
             raise ValueError(f"its version is {version}, and those that are read are 2 and 3")
         tensor_count = self._number("Q")
@@ -212,16 +212,16 @@ class Head:
         return found.decode()
 
     def _value(self, kind: int) -> Any:
-        if kind == TEXT:
+        if kind == TEXT_KIND:
             return self._text()
-        if kind != ARRAY:
-            return self._number(NUMBERS[kind])
+        if kind != ARRAY_KIND:
+            return self._number(NUMBER_KINDS[kind])
         entry, length = self._take("IQ")
         if length > LONGEST_ARRAY:
             raise ValueError(f"an array of {length} entries before byte {self.at}")
-        if entry == TEXT:
+        if entry == TEXT_KIND:
             return [self._text() for _ in range(length)]
-        return [*self._take(f"{length}{NUMBERS[entry]}")]
+        return [*self._take(f"{length}{NUMBER_KINDS[entry]}")]
 
 
 def is_gguf(path: Path) -> bool:
@@ -252,7 +252,7 @@ class GgufFiles(TensorFiles):
         try:
             with path.open("rb") as file:
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._read_names(Head(content), path)
+            self._read_names(GgufHead(content), path)
         except ConfigError:
             raise
         except OSError as error:
@@ -262,7 +262,7 @@ class GgufFiles(TensorFiles):
                 f"{path} is not a valid GGUF file ({error}). Download it again."
             ) from None
 
-    def _read_names(self, head: Head, path: Path) -> None:
+    def _read_names(self, head: GgufHead, path: Path) -> None:
         self.metadata = head.metadata
         kind = self.metadata.get("general.type", "model")
         count = self.metadata.get("split.count", 1)

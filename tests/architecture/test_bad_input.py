@@ -242,7 +242,7 @@ def test_a_config_file_that_is_none_is_named_with_the_line(
         (["--top_p", "2"], ["top_p=2.0", "at most 1"]),
         (["--top_k", "-2"], ["top_k=-2", "at least 0"]),
         (["--min_p", "2"], ["min_p=2.0", "from 0 to 1"]),
-        (["--min_p", "0.1", "--beams", "2"], ["beam_search has no min_p", "jf.generate"]),
+        (["--min_p", "0.1", "--beams", "2"], ["--beams and --min_p do not go together"]),
         (["--n", "2", "--chat"], ["--chat and --n do not go together"]),
         (["--n", "0"], ["--n 0", "at least 1"]),
         (["--max_new_tokens", "0"], ["--max_new_tokens 0", "at least 1"]),

@@ -23,7 +23,7 @@ gguf = pytest.importorskip("gguf")  # of an extra
 from gguf_models import tiny, written  # noqa: E402
 from pretrained_tokenizers import HARD  # noqa: E402
 
-from jaxformer.interop.gguf_files import GGUF_TYPES, GgufFiles, Head  # noqa: E402
+from jaxformer.interop.gguf_files import GGUF_TYPES, GgufFiles, GgufHead  # noqa: E402
 from jaxformer.report import read_metrics  # noqa: E402
 from jaxformer.tokenizer import Tokenizer  # noqa: E402
 from jaxformer.tokenizer.pieces import BYTES  # noqa: E402
@@ -307,7 +307,7 @@ def test_a_vocabulary_is_read_at_once(tmp_path):
     (tmp_path / "m.gguf").write_bytes(content)
     before = time.process_time()
     with (tmp_path / "m.gguf").open("rb") as file:
-        head = Head(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        head = GgufHead(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     assert time.process_time() - before < 2  # the package's reader takes about 8 s
     assert head.metadata == {"x": ["abc"] * 200_000, "y": [0.0, 0.0]}
 
