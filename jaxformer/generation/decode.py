@@ -313,7 +313,7 @@ def fitted(weights: Params) -> Any:
 
 
 # The state of the loop: the number of the step, the tokens of all steps and the stream.
-_Carry = tuple[jax.Array, jax.Array, Stream]
+_DecodeCarry = tuple[jax.Array, jax.Array, Stream]
 
 
 def continued(
@@ -332,11 +332,11 @@ def continued(
     `made` has the tokens that stand where a row has ended. `drawn` gives the next token of each row
     [B] and the key after it, and `add` the texts with one more token [B]."""
 
-    def unfinished(carry: _Carry) -> jax.Array:
+    def unfinished(carry: _DecodeCarry) -> jax.Array:
         i, _, stream = carry
         return (i < steps) & ~stream.done.all()
 
-    def step(carry: _Carry) -> _Carry:
+    def step(carry: _DecodeCarry) -> _DecodeCarry:
         i, made, stream = carry
         done = stream.done
         token, key = drawn(stream)
