@@ -6,7 +6,6 @@ holds its type. A .bin file is raw, and has the type that the tokenizer's vocabu
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,46 +41,31 @@ class IdArray:
         # A plain view: slices of np.memmap itself are several times slower to make.
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
 
-    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Return the ids by blocks, each with the place of its first."""
-        ids = self.mapped()
-        return ((start, ids[start : start + BLOCK_IDS]) for start in range(0, len(ids), BLOCK_IDS))
-
-    def content(self) -> str:
-        """Return a digest of the name and of the ids, whatever holds them."""
-        digest = hashlib.blake2b(self.name.encode() + b"\xff", digest_size=16)
-        for _, ids in self.blocks():
-            # Of one width, so that the same ids of another type are the same text.
-            digest.update(ids.astype("<u4").tobytes())
-        return digest.hexdigest()
-
 
 def open_ids(file: SourceFile, tokenizer: Tokenizer) -> IdArray:
     """Return where the ids of a file are."""
     path = file.path
-    try:
-        if path.suffix.lower() == ".npy":
+    if path.suffix.lower() != ".npy":
+        dtype = tokenizer.dtype
+        count, rest = divmod(file.size, dtype.itemsize)
+        if rest:
+            raise ConfigError(
+                f"{path} has {file.size:,} bytes, which is no whole number of {dtype.name}: a .bin"
+                " file holds raw ids, uint16 for up to 65,536 entries, else uint32."
+            )
+        array = IdArray(path, dtype, 0, count, file.name)
+    else:
+        try:
             memmap = np.lib.format.open_memmap(path, mode="r")
             if memmap.ndim != 1 or memmap.dtype.kind not in "iu":
                 raise ValueError(f"it is one of {memmap.dtype}, shape {memmap.shape}")
-            array = IdArray(path, memmap.dtype, memmap.offset, len(memmap), file.name)
-        else:
-            dtype = tokenizer.dtype
-            size = path.stat().st_size
-            if size % dtype.itemsize:
-                raise ConfigError(
-                    f"{path} has {size:,} bytes, which is no whole number of {dtype.name}: a .bin"
-                    " file holds raw ids, uint16 for up to 65,536 entries, else uint32."
-                )
-            array = IdArray(path, dtype, 0, size // dtype.itemsize, file.name)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is no .npy array of one row of integers ({error}): write it by numpy.save."
-        ) from None
+        except OSError as error:
+            raise unreadable(path, error) from None
+        except ValueError as error:
+            raise ConfigError(
+                f"{path} is no .npy array of one row of integers ({error}): write it by numpy.save."
+            ) from None
+        array = IdArray(path, memmap.dtype, memmap.offset, len(memmap), file.name)
     if not array.count:
         raise ConfigError(f"{path} is empty: there is nothing to train on or to evaluate.")
     return array
@@ -89,9 +73,10 @@ def open_ids(file: SourceFile, tokenizer: Tokenizer) -> IdArray:
 
 def documents_of_ids(
     array: IdArray, tokenizer: Tokenizer, log: Log = lambda line: None
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, str]:
     """Read and check all ids of a file: the place after each document, that of an end token which
-    the file lacks as the last, and the bytes of each document's text (both int64 [documents])."""
+    the file lacks as the last, and the bytes of each document's text (both int64 [documents]); and
+    a digest of the file's name and the ids, whatever holds them."""
     path = array.path
     # Only raw ids can be read as another type than they were written with.
     is_raw = path.suffix.lower() != ".npy"
@@ -102,7 +87,10 @@ def documents_of_ids(
     size = 0
     # uint32 ids below 65,536 that are read as uint16 have 0 as every second one.
     doubtful = is_raw and array.dtype.itemsize == 2 and array.count >= FEWEST_TO_DOUBT
-    for start, ids in array.blocks():
+    digest = hashlib.blake2b(array.name.encode() + b"\xff", digest_size=16)
+    all_ids = array.mapped()
+    for start in range(0, array.count, BLOCK_IDS):
+        ids = all_ids[start : start + BLOCK_IDS]
         if int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size:
             position = int(np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))[0])
             raw = f", read as {array.dtype.name}," if is_raw else ""
@@ -111,6 +99,8 @@ def documents_of_ids(
                 f" the vocabulary of tokenizer.path, which has {tokenizer.vocab_size:,} entries:"
                 " name the tokenizer that made the ids."
             )
+        # Of one width, so that the same ids of another type are the same text.
+        digest.update(ids.astype("<u4").tobytes())
         doubtful = doubtful and not ids[1::2].any()
         positions = np.flatnonzero(ids == tokenizer.end_token)
         # Bytes up to and with each id.
@@ -129,7 +119,8 @@ def documents_of_ids(
         # The place of the end token that `open_or_index` adds, which is no text.
         ends.append(np.array([array.count + 1]))
         bytes_until_ends.append(np.array([size]))
-    return np.concatenate(ends), np.diff(np.concatenate(bytes_until_ends), prepend=0)
+    sizes = np.diff(np.concatenate(bytes_until_ends), prepend=0)
+    return np.concatenate(ends), sizes, digest.hexdigest()
 
 
 def open_or_index(file: SourceFile, tokenizer: Tokenizer, folder: Path, log: Log) -> TokenStore:
@@ -142,7 +133,7 @@ def open_or_index(file: SourceFile, tokenizer: Tokenizer, folder: Path, log: Log
         finished = [Shard.finished(folder, number) for number in range(count)]
         shards = [shard for shard in finished if shard]
         if len(shards) < count:
-            ends, sizes = documents_of_ids(array, tokenizer)
+            ends, sizes, _ = documents_of_ids(array, tokenizer)
             names = map(file.document, range(len(ends)))
             hashes = np.array([hash_fraction(name) for name in names])
             # [3, documents]

@@ -518,10 +518,10 @@ def scan_group(group: Source, cache: Path, log: Log, tokenizer: Tokenizer | None
         try:
             array = open_ids(file, tokenizer)
             log(f"{group}: reading {file.path}, {array.dtype.name}")
-            _, sizes = documents_of_ids(array, tokenizer, log)
+            _, sizes, content = documents_of_ids(array, tokenizer, log)
         except ConfigError as error:
             raise ConfigError(f"{group}: {error}") from None
-        made = Scan(array.content(), len(sizes), int(sizes.sum()))
+        made = Scan(content, len(sizes), int(sizes.sum()))
     else:
         made = scan_text(group, log)
         # An object of a store that is replaced meanwhile is refused by its reader.
