@@ -39,7 +39,9 @@ def leading_inputs(equation: str) -> int:
     left, right, out = equation.replace("->", ",").split(",")
     inputs = sum(letter in right for letter in left)
     free = left[: len(left) - inputs]
-    return inputs if (right[:inputs], out) == (left[len(free) :], free + right[inputs:]) else 0
+    if right[:inputs] != left[len(free) :] or out != free + right[inputs:]:
+        return 0
+    return inputs
 
 
 def contracts_last(equation: str) -> bool:

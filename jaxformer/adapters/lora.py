@@ -64,11 +64,16 @@ class LoRA:
         """Return the factor of a b for a weight."""
         rank = self.rank_of(path)
         alpha = _first_fitting(self.alphas, path, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        if self.rslora:
+            return alpha / math.sqrt(rank)
+        return alpha / rank
 
 
 def _first_fitting(by_pattern: ByPattern, path: str, default: float) -> float:
-    return next((value for target, value in by_pattern if is_target(path, target)), default)
+    for target, value in by_pattern:
+        if is_target(path, target):
+            return value
+    return default
 
 
 def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
@@ -81,6 +86,7 @@ def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
     }
     for field, targets in targets_by_field.items():
         for target in targets:
+            # A name that fits nothing would leave weights frozen in silence.
             if not any(is_target(path, target) for path in matrices):
                 raise unknown_target(f"LoRA: {field}", target, matrices, "matrix")
     paths = [p for p in matrices if any(is_target(p, target) for target in adapter.targets)]

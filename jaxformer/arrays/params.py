@@ -221,7 +221,9 @@ def unknown_target(
     paths, each of which is a `what`."""
     names = dict.fromkeys([*kinds, *(name for path in paths for name in path.split("."))])
     near = difflib.get_close_matches(target, [*names, *paths], 3)
-    advice = f"Did you mean {' or '.join(near)}? " if near else ""
+    advice = ""
+    if near:
+        advice = f"Did you mean {' or '.join(near)}? "
     return ConfigError(
         f"{setting}: {target!r} fits no {what} of this model. {advice}The names are"
         f" {', '.join(names)}; a pattern fits whole paths, as in 'blocks.attention.[qv]'."
@@ -317,6 +319,7 @@ def contract(
         return w.contract(equation, x, to=to, dtype=dtype, **of_groups)  # type: ignore[no-any-return]
     left, right, out = _letters(equation, x.shape, w.shape)
     if groups is not None:
+        # Their kernels are of a device, so that nothing is placed here.
         return groups.product(x, w.astype(x.dtype)).astype(dtype or x.dtype)
     w = w.astype(x.dtype)
     if explicit_axes():

@@ -48,6 +48,7 @@ def targets(
         names = (name for name in rules.get(axis or "", ()) if sizes.get(name, 1) > 1)
         target = tuple(name for name in names if name not in used)
         targets_of_axes.append(target)
+        # One that does not divide this axis is left for a later one.
         if length % math.prod(sizes[name] for name in target) == 0:
             used |= {*target}
     return targets_of_axes
@@ -63,6 +64,7 @@ def partition(
         if not target or length % math.prod(sizes[name] for name in target):
             placed.append(None)
         else:
+            # Of one axis a partition has the name.
             placed.append(target if len(target) > 1 else target[0])
     return PartitionSpec(*placed)
 
@@ -71,7 +73,9 @@ def entry_axes(entry: tuple[str, ...] | str | None) -> tuple[str, ...]:
     """Return the axes of the mesh that an entry of a partition names."""
     if entry is None:
         return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    if isinstance(entry, tuple):
+        return entry
+    return (entry,)
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
@@ -79,7 +83,9 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
     the mesh need not exist on this machine. Without a mesh it is that of JAX's default backend."""
     abstract = mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     device = abstract.abstract_device
-    return jax.default_backend() if device is None else device.platform
+    if device is None:
+        return jax.default_backend()
+    return device.platform
 
 
 def free_axes() -> dict[str, int]:
@@ -135,6 +141,7 @@ def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Return `x` placed by the names of its axes on the mesh in force; `x` itself without one."""
+    # Without a mesh, or on one device, which would only lengthen the program.
     if math.prod(free_axes().values()) == 1:
         return x
     sharding = activation(x.shape, axes)

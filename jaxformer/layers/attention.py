@@ -89,6 +89,7 @@ def _normed(params: Params, config: ModelConfig, name: str, x: jax.Array) -> jax
         return x
     if config.attention.query_key_norm == "layer":
         return layer_norm(x, params[f"{name}_norm"], eps=config.norm_eps)
+    # [B, T, N, H], or [B, T, N H].
     rows = x if config.attention.query_key_norm == "head" else x.reshape(*x.shape[:2], -1)
     scale = scale_of(config, params[f"{name}_norm"])
     return rms_norm(rows, scale, config.norm_eps).reshape(x.shape)
@@ -121,6 +122,7 @@ def attention(
     """
     mask = call.mask
     q = _normed(params, config, "q", linear("BTD,DNH->BTNH", params, "q", x))
+    # Between two sequences there are no distances, and nothing is rotated.
     if mask.relative:
         q = rotate(config, q, mask.queries.positions, mask.queries.segments)
         q = tempered(config, q, mask.queries.positions)
@@ -158,6 +160,7 @@ def attended(
     )
     weights_name = f"{name}_weights"
     captures: Captures = {}
+    # Weights have to be made where they are asked for: 4 bytes for each pair of tokens and head.
     if call.request.wants(weights_name):
         weights = attention_weights(q, keys_values[0], mask)
         weights, captures = call.request.apply(weights_name, weights)

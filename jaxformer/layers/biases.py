@@ -36,6 +36,7 @@ def relative_bucket(
         buckets //= 2
         side = jnp.where(distance > 0, buckets, 0)
     back = jnp.abs(distance) if both_ways else jnp.maximum(-distance, 0)
+    # Half of the rows are for single distances, and log(1) avoids that of 0.
     exact = buckets // 2
     ratio = jnp.log(jnp.maximum(back, 1).astype(jnp.float32) / exact) / math.log(far / exact)
     large = jnp.minimum(exact + (ratio * (buckets - exact)).astype(distance.dtype), buckets - 1)
@@ -140,6 +141,7 @@ def score_bias(
     T, P + S]."""
     distance = key_distances(mask)
     if config.positions == "alibi":
+        # [B or 1, N, T, S]
         slopes = jnp.asarray(alibi_slopes(config.n_heads), jnp.float32)
         return -slopes[:, None, None] * jnp.abs(distance)[:, None].astype(jnp.float32)
     buckets = config.relative.buckets

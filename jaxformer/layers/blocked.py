@@ -103,6 +103,7 @@ def _blocks(
 ) -> Iterator[tuple[slice, slice, jax.Array]]:
     """Return slices of queries, slices of the keys they attend to, and the mask between them, bool
     [B or 1, 1, 1, queries, keys]."""
+    # Ordered tokens go by their index: no query of a block sees a key beyond its last one.
     skips = static.causal and layouts.queries.positions is None
     size = max(QUERY_BLOCK, -(-length // MOST_BLOCKS))
     for start in range(0, length, size):
@@ -188,7 +189,7 @@ def _forward(
     if sinks is not None:
         # [N] to [K, G, 1, 1], which broadcasts over the scores of a block.
         sinks = sinks.reshape(k.shape[2], -1, 1, 1)
-    outs = []
+    outs = []  # [B, K, G, rows, W] each
     log_sums = []
     for rows, columns, mask in _blocks(q.shape[1], k.shape[1], layouts, static):
         bias = _bias_of_block(extra, k.shape[2], rows, columns)

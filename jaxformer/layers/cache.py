@@ -87,6 +87,7 @@ class Cache:
         """Return the cache with slots for the tokens at `layout` [B, T], which each layer then
         writes."""
         tokens = layout.positions.shape[1]
+        # A slot says by segment 0 that it is empty, so that all tokens have one.
         segments = jnp.ones_like(layout.positions) if layout.segments is None else layout.segments
         longer = replace(self, length=self.length + tokens)
         slots = TokenLayout(

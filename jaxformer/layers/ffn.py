@@ -142,6 +142,7 @@ def captured_ffn(
     up = linear("BTD,DF->BTF", params, "up", x)
     gate = linear("BTD,DF->BTF", params, "gate", x) if config.gated else None
     active, captures = request.apply("mlp_units", units(config, up, gate))
+    # Behind the capture: a replaced unit has its effect on all that reads it.
     hidden = hidden_of(config, active, up)
     return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", "sequence", None)), captures
 

@@ -62,6 +62,8 @@ def outer_tiles(m: int, k: int, n: int, groups: int, itemsize: int) -> tuple[int
     """Return the rows, and the sides of a block of x^T dy [E, K, N] for x [M, K] and dy [M, N]."""
     rows = _tile_of_rows(m, groups)
 
+    # Two blocks of each input and of the output, one that is read or written beside the one that is
+    # computed; inputs once more and the sum twice in float32.
     def memory(depth: int, width: int) -> int:
         inputs = (2 * itemsize + 4) * rows * (depth + width)
         return inputs + (2 * itemsize + 2 * 4) * depth * width
@@ -93,6 +95,7 @@ def tpu_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) 
         transpose_rhs=transposed,
         interpret=platform() == "cpu",
     )[: len(x)]
+    # The kernel leaves the rows of no group unwritten.
     return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], y, 0)
 
 
@@ -183,6 +186,7 @@ def gpu_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) 
         block = pl.program_id(1)
         first = start_ref[block]
         end = first + real_ref[block]
+        # The rows of no group read the last matrix in no step.
         matrix = jnp.minimum(group_ref[block], len(w) - 1)
 
         def add(step: jax.Array, total: jax.Array) -> jax.Array:

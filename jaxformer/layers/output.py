@@ -116,6 +116,7 @@ class Request:
             name = self._full(what, layer)
             if name in self.replace:
                 value = self._replaced(self.replace[name], layer, value)
+        # Nothing is computed for what nobody asked for.
         if not self.wants(what):
             return value, {}
         returned = value if self.summary is None else self.summary(self.stack, what, value)

@@ -30,7 +30,10 @@ def sinusoids(
     else:
         x = jnp.stack(waves, axis=-1).reshape(*positions.shape, 2 * half)[..., :width]
     missing = width - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * positions.ndim + [(0, missing)]) if missing else x
+    if missing:
+        # An odd width has one dimension without a wave.
+        x = jnp.pad(x, [(0, 0)] * positions.ndim + [(0, missing)])
+    return x
 
 
 def rope_frequencies(width: int, theta: Any = 10_000.0) -> Float[Array, "*each W"]:
@@ -54,7 +57,8 @@ def rope(
     "interleaved" pairs dimensions (2i, 2i + 1), as in the paper; "half" pairs (i, i + W), as in
     Llama's published weights. With W < H/2 frequencies, the dimensions from 2W on stay as they are.
     """
-    frequencies = rope_frequencies(x.shape[-1], theta) if frequencies is None else frequencies
+    if frequencies is None:
+        frequencies = rope_frequencies(x.shape[-1], theta)
     width = 2 * frequencies.shape[-1]
     # [..., T, W]. In float32: 16 bits cannot tell far positions from their neighbors.
     angle = positions[..., None].astype(jnp.float32) * frequencies
@@ -71,7 +75,9 @@ def rope(
         b = y[..., 1::2]
         rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(y.shape)
     rotated = rotated.astype(x.dtype)
-    return jnp.concatenate([rotated, x[..., width:]], axis=-1) if width < x.shape[-1] else rotated
+    if width < x.shape[-1]:
+        rotated = jnp.concatenate([rotated, x[..., width:]], axis=-1)
+    return rotated
 
 
 Segments = Int[Array, "B T"] | None
@@ -118,6 +124,7 @@ def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) 
     original = config.original_length
     period = 2 * math.log(config.rope.theta)
 
+    # The pair that turns so often within the original length; not a whole number.
     def index(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / period
 
@@ -128,6 +135,7 @@ def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) 
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, width - 1)
+    # 0 for pairs that keep their frequency, 1 for those whose frequency is divided. [W]
     scaled = jnp.clip((jnp.arange(-(-width // 2)) - low) / max(high - low, 1e-3), 0, 1)
     plain = _plain(config, positions, segments)
     return plain / config.rope.factor * scaled + plain * (1 - scaled)
@@ -137,7 +145,7 @@ def _llama3(config: ModelConfig, positions: jax.Array, segments: Segments = None
     """Return frequencies as YaRN's, but mixed linearly in the number of rotations (Llama 3.1,
     arXiv:2407.21783)."""
     plain = _plain(config, positions, segments)
-    rotations = config.original_length * plain / (2 * math.pi)
+    rotations = config.original_length * plain / (2 * math.pi)  # [W], of each pair
     low = config.rope.slow
     high = config.rope.fast_rotations
     unscaled = jnp.clip((rotations - low) / max(high - low, 1e-9), 0, 1)
@@ -181,6 +189,7 @@ def rotate(
     rotated = rope(x, positions, pairing=config.rope.pairing, frequencies=frequencies)
     if config.rope_scale == 1:
         return rotated
+    # YaRN scales queries and keys, so that scores grow by the square; what is not rotated stays.
     width = 2 * frequencies.shape[-1]
     scaled = (config.rope_scale * rotated[..., :width]).astype(x.dtype)
     return jnp.concatenate([scaled, rotated[..., width:]], axis=-1)

@@ -143,6 +143,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
     # Blocks of queries are on the first axis, as `jax.lax.map` goes through them.
     blocks = _query_blocks(queries, q)
 
+    # Each of C steps adds the keys of one device, while they are passed on to the next.
     def step(carry: tuple[Running, PassedKeys], _: None) -> tuple[tuple[Running, PassedKeys], None]:
         running, keys = carry
         of_keys = _key_blocks(keys)
@@ -166,6 +167,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
         return (running, _passed_on(keys, ring)), None
 
     number = blocks.q.shape[0]
+    # [blocks, B, K, G, T / blocks, ...] each.
     split = Running(*(_split(x, 3, number) for x in running))
     (split, _), _ = jax.lax.scan(step, (split, keys), length=ring.devices)
     running = Running(*(_joined(x, 3) for x in split))
@@ -214,8 +216,10 @@ def _backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[Queries, Passed
 
     of_keys = _key_blocks(keys)
     d_keys = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (of_keys.k, of_keys.v))
+    # Sums over as many blocks as a row has are float32, whatever the dtype of the arrays.
     d_q = jnp.zeros(blocks.q.shape, jnp.float32)
     (d_q, _, (d_k, d_v)), _ = jax.lax.scan(step, (d_q, keys, d_keys), length=ring.devices)
+    # Back to [B, T, N, H], and of keys and values [B, S, K, H].
     d_q = heads_last(_joined(d_q, 3)).astype(queries.q.dtype)
     d_k, d_v = (jnp.swapaxes(_joined(x, 2), 1, 2).astype(keys.k.dtype) for x in (d_k, d_v))
     d_sinks = None if queries.sinks is None else sink_gradients(queries.sinks, log_sum, inner)

@@ -43,8 +43,8 @@ def multi_head_attention(
     """
     check_params(attention_specs(config), params)
     mask = _mask(config, x, positions, segment_ids)._replace(window=config.window)
-    seen = keys_and_values(params, config, x, mask.queries)
-    return attention(params, config, x, seen, Call(mask))[0]
+    keys_values = keys_and_values(params, config, x, mask.queries)
+    return attention(params, config, x, keys_values, Call(mask))[0]
 
 
 def transformer_block(
@@ -80,8 +80,10 @@ def _mask(config: ModelConfig, x: jax.Array, positions: Any, segment_ids: Any) -
             f"x has the shape {list(x.shape)}, and a layer reads [batch, length, d_model] with"
             f" model.d_model={config.d_model}: reshape it, or change model.d_model."
         )
-    positions = None if positions is None else jnp.asarray(positions)
-    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    if positions is not None:
+        positions = jnp.asarray(positions)
+    if segment_ids is not None:
+        segment_ids = jnp.asarray(segment_ids)
     layout = layout_of(x[..., 0], positions, segment_ids)
     mask = AttentionMask(layout, layout, causal=config.family == "decoder")
     if config.positions not in BIASED_SCORES:

@@ -23,7 +23,9 @@ def count_text(table: Specs) -> str:
     make these fewer."""
     text = f"{human_count(count(table))} parameters"
     active = sum(round(spec.active * math.prod(spec.shape)) for spec in rows(table).values())
-    return text if active == count(table) else f"{text}, {human_count(active)} for a token"
+    if active != count(table):
+        text += f", {human_count(active)} for a token"
+    return text
 
 
 class Stack(NamedTuple):
@@ -42,7 +44,9 @@ class Stack(NamedTuple):
 
     def keys(self, sublayer: Sublayer) -> int:
         """Return the number of tokens that a sublayer attends to."""
-        return self.source if sublayer.reads_source else self.tokens
+        if sublayer.reads_source:
+            return self.source
+        return self.tokens
 
 
 def stacks(config: ModelConfig, length: int, source_length: int = 0) -> list[Stack]:
@@ -93,9 +97,12 @@ def flops_per_token(
     total = 0.0
     for spec in leaves.values():
         if spec.is_matrix and not spec.lookup:
+            # Forward, and backward to the rows and to the matrix, if that learns.
             passes = 1.0 if spec.trainable else 2 / 3
             flops = 6 * passes * spec.active * math.prod(spec.shape)
-            total += flops * (share if spec.reads == "source" else 1)
+            if spec.reads == "source":
+                flops *= share
+            total += flops
     if is_tied(config):
         # With an adapter on the embedding, this path is not a leaf.
         embedding = leaves.get("embed.tokens")
@@ -154,4 +161,7 @@ def visible_pairs(length: int, window: int = 0, causal: bool = True) -> int:
     reach = min(window or length, length)
     # Queries before `reach` see 1, 2, ... keys, the others `reach` keys; the query itself counts.
     one_side = reach * (reach + 1) // 2 + (length - reach) * reach
-    return one_side if causal else 2 * one_side - length
+    if causal:
+        return one_side
+    # A query itself is on both sides.
+    return 2 * one_side - length

@@ -31,10 +31,14 @@ DEFAULT = ("q", "k", "v", "attention", "out")
 
 def kept_points(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the points that a layer keeps on the device."""
-    if config.remat == "names":
-        saved = () if config.saved == "none" else names_of(config.saved) or DEFAULT
-        return tuple(name for name in saved if name not in names_of(config.offload))
-    return POINTS if config.remat == "none" else ("attention",)
+    if config.remat == "none":
+        return POINTS
+    if config.remat != "names":
+        return ("attention",)
+    if config.saved == "none":
+        return ()
+    saved = names_of(config.saved) or DEFAULT
+    return tuple(name for name in saved if name not in names_of(config.offload))
 
 
 def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) -> Callable[..., Any]:

@@ -41,8 +41,11 @@ MOST_UNROLLED = {"gpu": 40, "tpu": 0}
 def compute_dtype(config: ModelConfig, on: str = "") -> Any:
     """Return the dtype of the products: `model.dtype`, or with "auto" float32 on CPU, else
     bfloat16. `on` is the platform if not that of the mesh in force."""
-    auto = "float32" if (on or platform()) == "cpu" else "bfloat16"
-    return jnp.dtype(auto if config.dtype == "auto" else config.dtype)
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    if (on or platform()) == "cpu":
+        return jnp.dtype("float32")
+    return jnp.dtype("bfloat16")
 
 
 def layer_loop_of(config: ModelConfig, on: str = "") -> Literal["unroll", "scan"]:
@@ -56,7 +59,9 @@ def layer_loop_of(config: ModelConfig, on: str = "") -> Literal["unroll", "scan"
         # Unrolled, XLA computes the rows of all layers again before the first backward pass needs
         # them: four layers of olmoe_1b_7b on 8 H100s with mesh.expert 8 take 36 GiB instead of 24.
         return "scan"
-    return "unroll" if depth <= MOST_UNROLLED.get(device, math.inf) else "scan"
+    if depth > MOST_UNROLLED.get(device, math.inf):
+        return "scan"
+    return "unroll"
 
 
 def stack_specs(config: ModelConfig, layers: int, cross: bool = False) -> Specs:
@@ -93,7 +98,9 @@ def _shapes(table: Specs) -> dict[str, Any]:
 def stacks_of(blocks: Params) -> list[Params]:
     """Return the stacked trees of the leading layers and of the pattern's positions; one where all
     layers have equal tables."""
-    return [blocks[str(p)] for p in range(len(blocks))] if "0" in blocks else [blocks]
+    if "0" not in blocks:
+        return [blocks]
+    return [blocks[str(p)] for p in range(len(blocks))]
 
 
 def layer_order(counts: list[int]) -> list[tuple[int, int]]:
@@ -123,7 +130,9 @@ def stacked_as(blocks: Params, layers: list[Params]) -> Params:
     for layer, (p, _) in zip(layers, layer_order(counts), strict=True):
         members[p].append(layer)
     trees = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *group) for group in members]
-    return trees[0] if len(trees) == 1 else {str(p): tree for p, tree in enumerate(trees)}
+    if len(trees) == 1:
+        return trees[0]
+    return {str(p): tree for p, tree in enumerate(trees)}
 
 
 def _depth(stacked: Params) -> int:
@@ -140,11 +149,15 @@ def stack_mask(
     tokens at `layout`. An adapter may give each layer keys `prefix_k` [L, P, K, H] (and values)
     that come before those of all tokens, which then begin at the position P."""
     layer = blocks[0] if isinstance(blocks, list) else stacks_of(blocks)[0]
-    attention = layer.get("attention", {})
-    leading = int(attention["prefix_k"].shape[-3]) if "prefix_k" in attention else 0
+    leading = 0
+    if "prefix_k" in layer.get("attention", {}):
+        leading = int(layer["attention"]["prefix_k"].shape[-3])
     layout = layout.after(leading)
-    cache = None if cache is None else cache.advance(layout)
-    keys = layout if cache is None else cache.layout
+    keys = layout
+    if cache is not None:
+        # The queries see the slots, in which their own keys are too.
+        cache = cache.advance(layout)
+        keys = cache.layout
     return AttentionMask(layout, keys, causal, leading=leading), cache
 
 
@@ -168,6 +181,7 @@ def run_stack(
         x = balanced(x)
         call = balanced_call
     if cache is None:
+        # A backward pass may follow, for which XLA compiles one layer of a scan.
         scans = layer_loop_of(config) == "scan"
     else:
         scans = loops_when_cached(params["blocks"], config) and not call.request
@@ -190,6 +204,7 @@ def _balanced_call(params: Params, config: ModelConfig, call: Call) -> Call | No
         return None
     mask = call.mask
     source = call.source
+    # Their positions no longer grow along the row, by which kernels would skip blocks.
     queries = replace(jax.tree.map(balanced, mask.queries), ordered=False)
     if source is not None:
         source = source._replace(mask=source.mask._replace(queries=queries))
@@ -211,6 +226,7 @@ def layer_of(config: ModelConfig, call: Call, scanned: bool = False) -> Any:
         layer = recomputed(run, config, scanned)
 
     def numbered(x: jax.Array, params: Params, i: Any) -> Output:
+        # By the number of the layer, so that a loop and unrolled layers drop the same elements.
         key = None if call.key is None else jax.random.fold_in(call.key, i)
         casts = scanned and call.cache is None and platform() == "tpu"
         return layer(x, params, key, i if casts else None)
@@ -224,7 +240,9 @@ def cast_in_loop(params: Params, i: jax.Array) -> Params:
     take a sixth of the memory of parameters and moments."""
 
     def minus_zero(w: jax.Array) -> jax.Array:
-        return w - (i < 0).astype(w.dtype) if w.dtype == jnp.float32 else w
+        if w.dtype != jnp.float32:
+            return w
+        return w - (i < 0).astype(w.dtype)
 
     return jax.tree.map(minus_zero, params)  # type: ignore[no-any-return]
 

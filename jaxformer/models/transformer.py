@@ -71,7 +71,9 @@ def mup_specs(specs_of: SpecsOf, config: ModelConfig) -> Specs:
         spec = replace(spec, init=init, base_fans=(base[path].fan_in, base[path].fan_out))
         grown_in, grown_out = spec.growth
         factor = 1 / grown_in if grown_out == 1 else 1 / math.sqrt(grown_in)
-        return spec if factor == 1 else replace(spec, init=scaled(init, factor))
+        if factor != 1:
+            spec = replace(spec, init=scaled(init, factor))
+        return spec
 
     return map_specs(widened, table)
 
@@ -138,8 +140,10 @@ def hidden(
 def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:
     """Return how many tokens, or tokens of a source, a segment may have: model.max_length, less the
     virtual tokens before them where these take rows of a table of positions."""
-    before = virtual_counts(params, config)[source] if config.embedded_positions == "learned" else 0
-    return max(config.max_length - before, 0)
+    if config.embedded_positions != "learned":
+        return config.max_length
+    before, before_source = virtual_counts(params, config)
+    return max(config.max_length - (before_source if source else before), 0)
 
 
 def _check_context(params: Params, config: ModelConfig, inputs: Inputs) -> None:
@@ -198,4 +202,6 @@ def logits_of(
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs, request=request)
     logits = head(params, config, x, inputs.layout)
-    return (logits[:, 0] if HEADS[config.output].of_row else logits), aux
+    if HEADS[config.output].of_row:
+        logits = logits[:, 0]  # [B, 1, C] -> [B, C]
+    return logits, aux

@@ -192,9 +192,8 @@ def virtual_counts(params: Params, config: ModelConfig) -> tuple[int, int]:
     if "prompt" in virtual:
         tokens = len(virtual["prompt"])
         return (0, tokens) if config.family == "encoder_decoder" else (tokens, 0)
-    before, before_source = (
-        _count(virtual[stack], -3) if stack in virtual else 0 for stack in ("decoder", "encoder")
-    )
+    before = _count(virtual["decoder"], -3) if "decoder" in virtual else 0
+    before_source = _count(virtual["encoder"], -3) if "encoder" in virtual else 0
     return before, before_source
 
 
