@@ -10,11 +10,11 @@ from own_sublayer import SIZES, batch, trained
 import jaxformer as jf
 from jaxformer.arrays.params import Spec, lookup
 from jaxformer.config.settings import with_settings
-from jaxformer.layers.embed import WHOLE, Embedding
+from jaxformer.layers.embed import WHOLE, EmbeddingKind
 from jaxformer.layers.linear import INITIALIZERS, linear
 
 WIDTH = 8
-CONFIG = {**SIZES, "embedding.kind": "narrow", "positions": "learned", "init": "fan_in"}
+CONFIG = {**SIZES, "embedding": jf.Embedding(kind="narrow"), "positions": "learned", "init": "fan_in"}
 
 
 def specs(config):
@@ -37,7 +37,7 @@ def apply(params, config, inputs):
     return x + linear("BTW,WD->BTD", params, "features", features)
 
 
-ROW = Embedding(
+ROW = EmbeddingKind(
     specs=specs,
     apply=apply,
     formula=lambda config: "E[token] W_widen + features W_features",

@@ -52,7 +52,7 @@ REASON_CHARACTERS = 300  # of the message of an error of a store
 VERSION_KEYS = ("generation", "ETag", "etag", "LastModified", "last_modified", "mtime", "created")
 
 VARIABLE = "JAXFORMER_COPIES"
-DEFAULT = "~/.cache/jaxformer/copies"
+COPIES_FOLDER = "~/.cache/jaxformer/copies"
 RANGE_BYTES = 16 << 20  # that one request asks for
 SILENT_BYTES = 10**8  # copies of fewer bytes are made without a line
 
@@ -342,7 +342,7 @@ class StorePath(ProxyUPath):
 
     def _folder_of_copies(self, content: str) -> Path:
         """Where copies of objects of this folder are kept."""
-        root = Path(os.environ.get(VARIABLE) or DEFAULT).expanduser().absolute()
+        root = Path(os.environ.get(VARIABLE) or COPIES_FOLDER).expanduser().absolute()
         name = str(self).rstrip("/").rpartition("/")[2] or "root"
         return root / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
 

@@ -36,7 +36,7 @@ class Inputs:
     arrays: dict[str, jax.Array] = field(default_factory=dict)
 
 
-class Embedding(NamedTuple):
+class EmbeddingKind(NamedTuple):
     """A row.
 
     Attributes:
@@ -111,18 +111,20 @@ def _types(params: Params, config: ModelConfig, inputs: Inputs) -> jax.Array:
 
 
 # The embedding of the inputs, with one table for the whole model.
-EMBEDDINGS: Table[Embedding] = Table(
-    EmbeddingName, {"tokens": Embedding(_token_specs, _tokens, _token_formula)}
+EMBEDDINGS: Table[EmbeddingKind] = Table(
+    EmbeddingName, {"tokens": EmbeddingKind(_token_specs, _tokens, _token_formula)}
 )
 # What a stack adds to it: the positions that are embedded, and token types.
 ADDED = {
-    "learned": Embedding(_position_specs, _learned, lambda config: "P[position]"),
-    "sinusoidal": Embedding(lambda config: {}, _sinusoidal, lambda config: "sinusoids(position)"),
+    "learned": EmbeddingKind(_position_specs, _learned, lambda config: "P[position]"),
+    "sinusoidal": EmbeddingKind(
+        lambda config: {}, _sinusoidal, lambda config: "sinusoids(position)"
+    ),
 }
-TOKEN_TYPES = Embedding(_type_specs, _types, lambda config: "U[token type]")
+TOKEN_TYPES = EmbeddingKind(_type_specs, _types, lambda config: "U[token type]")
 
 
-def added_embeddings(config: ModelConfig) -> list[Embedding]:
+def added_embeddings(config: ModelConfig) -> list[EmbeddingKind]:
     """Return the rows of what a stack adds to the embedding of its inputs, in their order."""
     name = config.embedded_positions
     added = []

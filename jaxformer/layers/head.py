@@ -29,7 +29,7 @@ from jaxformer.layers.masks import TokenLayout
 from jaxformer.layers.norm import norm, norm_specs
 
 
-class Head(NamedTuple):
+class HeadKind(NamedTuple):
     """A row: logits = rows matrix^T + bias.
 
     Attributes:
@@ -228,22 +228,22 @@ def _dense_formula(config: ModelConfig, activation: str, read: str, normed: bool
     return f"h = norm({dense})" if normed else f"h = {dense}"
 
 
-HEADS: Table[Head] = Table(
+HEADS: Table[HeadKind] = Table(
     HeadName,
     {
-        "language": Head(
+        "language": HeadKind(
             lambda config: _output_specs(config, config.vocab_size, "vocab", config.head.bias),
             of_tokens=True,
         ),
-        "masked": Head(_masked_specs, _transformed, _masked_formula, of_tokens=True),
-        "classes": Head(_class_specs, pooled, _pooled_formula, of_row=True),
-        "tags": Head(
+        "masked": HeadKind(_masked_specs, _transformed, _masked_formula, of_tokens=True),
+        "classes": HeadKind(_class_specs, pooled, _pooled_formula, of_row=True),
+        "tags": HeadKind(
             _tag_specs,
             lambda params, config, x, layout: _class_dense(params["head"], config, x),
             _tag_formula,
         ),
-        "projection": Head(_projection_specs, pooled, _pooled_formula, of_row=True),
-        "none": Head(lambda config: {}),
+        "projection": HeadKind(_projection_specs, pooled, _pooled_formula, of_row=True),
+        "none": HeadKind(lambda config: {}),
     },
     besides=("auto",),
 )

@@ -13,7 +13,7 @@ import jaxformer as jf
 from jaxformer.arrays.params import Spec, normal, rows
 from jaxformer.config.settings import with_settings
 from jaxformer.layers.head import HEADS as HEAD_ROWS
-from jaxformer.layers.head import Head, head_formula, output_layer, pooled, readout
+from jaxformer.layers.head import HeadKind, head_formula, output_layer, pooled, readout
 from jaxformer.layers.linear import linear
 from jaxformer.layers.masks import layout_of
 from jaxformer.losses.heads import head_loss
@@ -229,7 +229,7 @@ def test_a_head_from_outside_the_package_is_a_row(monkeypatch):
         down = linear("BTD,DW->BTW", params["head"], "down", x)
         return linear("BTW,WD->BTD", params["head"], "up", down)
 
-    row = Head(head_specs, narrow, lambda config: ("h = x W_down W_up",), of_tokens=True)
+    row = HeadKind(head_specs, narrow, lambda config: ("h = x W_down W_up",), of_tokens=True)
     monkeypatch.setitem(HEAD_ROWS, "narrow", row)
     config = with_settings(jf.ModelConfig(), SIZES | {"head.kind": "narrow"})
     params, (_, _, batch) = params_of(config), case("language")
