@@ -14,7 +14,7 @@ from jaxformer.layers.embed import WHOLE, EmbeddingKind
 from jaxformer.layers.linear import INITIALIZERS, linear
 
 WIDTH = 8
-CONFIG = {**SIZES, "embedding": jf.Embedding(kind="narrow"), "positions": "learned", "init": "fan_in"}
+CONFIG = {**SIZES, "embedding.kind": "narrow", "positions": "learned", "init": "fan_in"}
 
 
 def specs(config):

@@ -13,6 +13,7 @@ from forced_devices import on_eight_devices
 import jaxformer as jf
 from jaxformer.arrays.params import rows
 from jaxformer.config.run import DataConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.config.train import MeshConfig, TrainConfig
 from jaxformer.layers.block import MIXERS
 from jaxformer.layers.embed import EMBEDDINGS
@@ -31,7 +32,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model(own, **changes: object) -> tuple[jf.ModelConfig, dict]:
-    config = jf.ModelConfig(**(own.CONFIG | changes))
+    config = with_settings(jf.ModelConfig(), own.CONFIG | changes)
     return config, jf.init(config, jax.random.key(0))
 
 
@@ -130,13 +131,15 @@ def test_both_stacks_of_an_encoder_decoder_read_it() -> None:
 
 
 def test_a_tied_head_needs_a_table_of_tokens() -> None:
-    with pytest.raises(jf.ConfigError, match=r"tied_head=True .* model\.embedding='narrow'"):
+    with pytest.raises(jf.ConfigError, match=r"tied_head=True .* model\.embedding\.kind='narrow'"):
         model(own_embedding, tied_head=True)
 
 
 def test_a_prompt_needs_a_table_of_tokens() -> None:
     config, params = model(own_embedding)
-    with pytest.raises(jf.ConfigError, match=r"model\.embedding=narrow has not: choose prefix"):
+    with pytest.raises(
+        jf.ConfigError, match=r"model\.embedding\.kind=narrow has not: choose prefix"
+    ):
         jf.adapt(params, config, jf.PromptTuning(tokens=2), jax.random.key(1))
 
 
