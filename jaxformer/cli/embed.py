@@ -13,7 +13,7 @@ from jaxformer.cli.arguments import EmbedArguments
 from jaxformer.cli.prompting import check_size, open_model, tokens_of, typed_lines
 from jaxformer.data.templates import ClassTemplate
 from jaxformer.generation.prompts import padded, rounded
-from jaxformer.interop.sentence_modules import LISTING, stated_length
+from jaxformer.interop.sentence_modules import LISTING, read_text_length
 from jaxformer.models.text_vectors import embed
 from jaxformer.runs.objectives import row_format
 from jaxformer.tokenizer.tokenizer import closed
@@ -31,7 +31,7 @@ def run(args: EmbedArguments) -> int:
     if (args.path / LISTING).is_file():
         # sentence-transformers adds nothing to the tokenizer's template.
         template.frames[1] = model.tokenizer.frame(1) or closed([], [], 1)
-    limit = int(min(stated_length(args.path, settings) or math.inf, template.length))
+    limit = int(min(read_text_length(args.path, settings) or math.inf, template.length))
     room = max(limit - template.frames[1].added, 0)
     first = settings.get("truncation_side") == "left"  # is cut, and not the end
 

@@ -16,119 +16,20 @@ from jaxformer.arrays.params import map_specs, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import flat, with_settings
 from jaxformer.files import ConfigError, first_of
-from jaxformer.interop.encoder_decoders import (
-    BART,
-    M2M100,
-    MARIAN,
-    MBART,
-    MT5,
-    MT5_ENCODER,
-    PEGASUS,
-    T5,
-    T5_ENCODER,
-    T5GEMMA,
-    UMT5,
-    UMT5_ENCODER,
-)
-from jaxformer.interop.encoders import (
-    ALBERT,
-    BERT,
-    CLIP_TEXT,
-    DEBERTA,
-    DISTILBERT,
-    ELECTRA,
-    MODERNBERT,
-    MPNET,
-    NOMIC_BERT,
-    ROBERTA,
-    XLM_ROBERTA,
-)
-from jaxformer.interop.experts import DEEPSEEK_V3, EXPERT_FAMILIES
+from jaxformer.interop import encoder_decoders, encoders, experts, gpt, llama
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import with_factors
-from jaxformer.interop.gpt import BLOOM, FALCON, GPT2, GPT_NEO, GPT_NEOX, GPTJ, MPT, OPT
-from jaxformer.interop.llama import (
-    COHERE,
-    GEMMA1,
-    GEMMA2,
-    GEMMA3,
-    GLM4,
-    GRANITE,
-    LLAMA,
-    MINISTRAL,
-    MINISTRAL3,
-    MISTRAL,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    SMOLLM3,
-    STABLELM,
-    STARCODER2,
-)
 from jaxformer.models.transformer import forward
 from jaxformer.models.transformer import specs as model_specs
 
-# The first that is exactly a config is written, so the plainer ones come first: DistilBERT is a
-# BERT without token types.
-HF_FAMILIES: tuple[Family, ...] = (
-    # Decoders.
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    GEMMA1,
-    GEMMA2,
-    GEMMA3,
-    OLMO2,
-    GPT2,
-    GPT_NEOX,
-    BLOOM,
-    PHI3,
-    MINISTRAL,
-    MINISTRAL3,
-    SMOLLM3,
-    OLMO3,
-    GRANITE,
-    STABLELM,
-    GPTJ,
-    GPT_NEO,
-    OPT,
-    COHERE,
-    GLM4,
-    FALCON,
-    MPT,
-    STARCODER2,
-    # With experts.
-    *EXPERT_FAMILIES,
-    DEEPSEEK_V3,
-    # Encoders.
-    DISTILBERT,
-    BERT,
-    ROBERTA,
-    XLM_ROBERTA,
-    ELECTRA,
-    ALBERT,
-    MODERNBERT,
-    MPNET,
-    NOMIC_BERT,
-    DEBERTA,
-    CLIP_TEXT,
-    T5_ENCODER,
-    MT5_ENCODER,
-    UMT5_ENCODER,
-    # Encoder-decoders.
-    T5,
-    MT5,
-    UMT5,
-    BART,
-    MARIAN,
-    PEGASUS,
-    MBART,
-    M2M100,
-    T5GEMMA,
-)
+# Every family that these files define, in this order: a new one is listed nowhere else. The first
+# that is exactly a config is written, so the plainer one of two relatives is defined first.
+HF_FAMILIES = [
+    family
+    for file in (llama, gpt, experts, encoders, encoder_decoders)
+    for family in vars(file).values()
+    if isinstance(family, Family)
+]
 ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
 BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
 OBSTACLES_SHOWN = 6
@@ -145,15 +46,15 @@ COMPUTATION: Mapping[str, Any] = {
 }
 
 
-def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
+def read_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, str]:
     """Return the architecture as which a model is read, from the keys of its config.json."""
     model_type = values.get("model_type")
-    stated = values.get("architectures") or []
+    listed = values.get("architectures") or []
     of_type = [name for name, family in ARCHITECTURES.items() if family.model_type == model_type]
     names = []
-    if isinstance(stated, list) and stated:
-        names = [BASES.get(str(name), str(name)) for name in stated]
-    elif not stated and len(of_type) == 1:
+    if isinstance(listed, list):
+        names = [BASES.get(str(name), str(name)) for name in listed]
+    if not listed and len(of_type) == 1:
         names = of_type
     name = next((name for name in names if name in ARCHITECTURES), "")
     # The tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so
@@ -166,7 +67,7 @@ def stated_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, 
             allowed = f"supported model types are {', '.join(types)}"
         raise ConfigError(
             f"{path} has model_type={json.dumps(model_type)} and"
-            f" architectures={json.dumps(stated)[:200]}, which are no model type that is supported"
+            f" architectures={json.dumps(listed)[:200]}, which are no model type that is supported"
             f" and a list with a class of it: {allowed}. Download config.json again if it was"
             " edited."
         )
@@ -197,12 +98,17 @@ def is_same_function(config: ModelConfig, other: ModelConfig) -> bool:
     to say which fields matter beside which others. That takes a tenth of a second, and ten where
     there are hundreds of experts."""
     length = config.max_length
-    sides = [with_settings(with_factors(side), COMPUTATION) for side in (config, other)]
-    if sides[0] == sides[1]:
+    config, other = (with_settings(with_factors(side), COMPUTATION) for side in (config, other))
+    if config == other:
         return True
-    tables = [rows(model_specs(side)) for side in sides]
-    shapes = [{path: spec.shape for path, spec in table.items()} for table in tables]
-    return shapes[0] == shapes[1] and _program(sides[0], length) == _program(sides[1], length)
+    # Shapes take a millisecond, and programs a hundred of them.
+    if _shapes(config) != _shapes(other):
+        return False
+    return _program(config, length) == _program(other, length)
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {path: spec.shape for path, spec in rows(model_specs(config)).items()}
 
 
 def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
@@ -229,7 +135,7 @@ def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
     return [told[name] for name in alone or told]
 
 
-def architecture_of(config: ModelConfig, architecture: str | None = None) -> tuple[Family, str]:
+def find_architecture(config: ModelConfig, architecture: str | None = None) -> tuple[Family, str]:
     """Return the first architecture that is exactly this config, or the one named: by what its
     config.json says when it is read again."""
     if architecture is not None and architecture not in ARCHITECTURES:

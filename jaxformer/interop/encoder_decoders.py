@@ -118,10 +118,8 @@ def bart_like(
         tied(True),
         Dropout("dropout attention_dropout"),
         IgnoredKeys(
-            "encoder_layerdrop decoder_layerdrop activation_dropout classifier_dropout"
-            " classif_dropout init_std num_hidden_layers hidden_size num_attention_heads"
-            " extra_pos_embeddings force_bos_token_to_be_generated add_bias_logits"
-            " gradient_checkpointing static_position_embeddings"
+            "num_hidden_layers hidden_size num_attention_heads extra_pos_embeddings"
+            " force_bos_token_to_be_generated add_bias_logits static_position_embeddings"
         ),
     )
     if head_bias:
@@ -234,11 +232,13 @@ class T5Head(KeyMapping):
     has_scale: bool = True
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        stated = hf.get("scale_decoder_outputs", hf.get("tie_word_embeddings") is not False)
-        scaled = stated and self.has_scale
-        lacks = hf.names is not None and "lm_head.weight" not in hf.names
-        tied = hf.get("tie_word_embeddings") is not False or lacks
-        return {"tied_head": tied, "head.scale": "rsqrt" if scaled else "none"}
+        is_tied = hf.get("tie_word_embeddings") is not False
+        logit_scale = "none"
+        if self.has_scale and hf.get("scale_decoder_outputs", is_tied):
+            logit_scale = "rsqrt"
+        if hf.names is not None and "lm_head.weight" not in hf.names:
+            is_tied = True
+        return {"tied_head": is_tied, "head.scale": logit_scale}
 
     def write(self, config: ModelConfig) -> Keys:
         keys: Keys = {"tie_word_embeddings": config.tied_head}
@@ -257,16 +257,18 @@ def t5_shared_fields(activation: str) -> tuple[KeyMapping, ...]:
         Key("relative_attention_max_distance", "relative.distance", 128),
         Choice("feed_forward_proj", "activation", T5_FEED_FORWARD, activation),
         Dropout("dropout_rate"),
-        IgnoredKeys("initializer_factor dense_act_fn is_gated_act classifier_dropout"),
+        IgnoredKeys("dense_act_fn is_gated_act"),
     )
 
 
 def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...]:
     """Return the rows of one stack; `stack` begins its paths in the params."""
     layer = f"{side}.block.{{}}.layer."
+    # Behind attention, in a decoder also to the source.
     ffn = "1" if side == "encoder" else "2"
     up = "wi_1" if config.gated else "wi"
     bias_name = "layer.0.SelfAttention.relative_attention_bias.weight"
+    # One table for all layers lies in the first of them.
     bias = TensorRow(f"{side}.block.0.{bias_name}", f"{stack}relative_bias")
     if config.relative.bias == "layer":
         bias = TensorRow(f"{side}.block.{{}}.{bias_name}", f"{stack}blocks.attention.relative_bias")
@@ -297,8 +299,8 @@ EMBEDDING_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embe
 def t5_like(
     model_type: str, name: str, mappings: Sequence[KeyMapping], covers: str, has_scale: bool = True
 ) -> tuple[Family, Family]:
-    """Return a family of encoder-decoders with the tensors of T5, and its encoder alone, also out
-    of the files of both stacks. `name` begins its classes; `covers` is as in `Family`."""
+    """Return the encoder of a T5 alone, also out of the files of both stacks, and the family of
+    encoder-decoders. `name` begins its classes; `covers` is as in `Family`."""
     both_stacks = (
         Constant({"family": "encoder_decoder"}),
         Key("num_layers", "n_encoder_layers", needed=True),
@@ -339,20 +341,20 @@ def t5_like(
         ignored=(r"^decoder\.", r"^lm_head\."),
         covers="the encoder alone: the states of all tokens, as in diffusion models",
     )
-    return both, alone
+    return alone, both
 
 
-T5, T5_ENCODER = t5_like(
+T5_ENCODER, T5 = t5_like(
     "t5",
     "T5",
     t5_shared_fields("relu"),
     "v1 and v1.1: stacks of different depth; tied and untied; gated activation",
 )
 MT5_KEYS = t5_shared_fields("gated-gelu")
-MT5, MT5_ENCODER = t5_like(
+MT5_ENCODER, MT5 = t5_like(
     "mt5", "MT5", MT5_KEYS, "as t5, with logits that are not scaled", has_scale=False
 )
-UMT5, UMT5_ENCODER = t5_like(
+UMT5_ENCODER, UMT5 = t5_like(
     "umt5",
     "UMT5",
     (*MT5_KEYS, Constant({"relative.bias": "layer"})),
@@ -388,10 +390,14 @@ class BothStacks(KeyMapping):
         decoder = DECODER.read(hf)
         for side in (encoder, decoder):
             side.pop("rope.window_theta", None)  # both kinds of layers have one base
-        depths = encoder.pop("n_layers"), decoder.pop("n_layers")
-        windows = encoder.pop("window", 0), decoder.pop("window", 0)
-        source_pattern = encoder.pop("window_pattern", "f" * depths[0])
-        target_pattern = decoder.pop("window_pattern", "f" * depths[1])
+        encoder_layers = encoder.pop("n_layers")
+        layers = decoder.pop("n_layers")
+        source_window = encoder.pop("window", 0)
+        window = decoder.pop("window", 0)
+        if source_window:
+            source_window += 1
+        source_pattern = encoder.pop("window_pattern", "f" * encoder_layers)
+        target_pattern = decoder.pop("window_pattern", "f" * layers)
         shorter, longer = sorted((source_pattern, target_pattern), key=len)
         if not longer.startswith(shorter):
             kinds = hf.table("encoder").get("layer_types")
@@ -401,10 +407,10 @@ class BothStacks(KeyMapping):
                 key = f"encoder.{KEY_OF_FIELD.get(field, field)}"
                 raise hf.unsupported(key, encoder.get(field), [decoder.get(field)])
         return decoder | {
-            "n_encoder_layers": depths[0],
-            "n_layers": depths[1],
-            "source_window": windows[0] + 1 if windows[0] else 0,
-            "window": windows[1],
+            "n_encoder_layers": encoder_layers,
+            "n_layers": layers,
+            "source_window": source_window,
+            "window": window,
             "window_pattern": longer,
         }
 
@@ -456,7 +462,6 @@ T5GEMMA = Family(
         # The tables of the stacks have it.
         AliasKey("vocab_size", "decoder.vocab_size", "vocab_size"),
         Dropout("dropout_rate attention_dropout"),
-        IgnoredKeys("classifier_dropout_rate"),
         tied(True),
     ),
     lambda config: T5GEMMA_ROWS,

@@ -61,12 +61,14 @@ class MaskedHead(NamedTuple):
     bias: str = ""
 
     def rows(self, config: ModelConfig) -> tuple[TensorRow, ...]:
-        is_apart = self.bias and config.tied_head
+        bias = f"{self.decoder}.bias"
+        if self.bias and config.tied_head:
+            bias = self.bias
         return (
             *linear(self.dense, "head.dense"),
             *norm(self.norm, "head.norm"),
             TensorRow(f"{self.decoder}.weight", "head.weight"),
-            TensorRow(self.bias if is_apart else f"{self.decoder}.bias", "head.bias"),
+            TensorRow(bias, "head.bias"),
         )
 
     def copies(self, config: ModelConfig, embedding: str) -> tuple[Copy, ...]:
@@ -85,16 +87,15 @@ class MaskedHead(NamedTuple):
 
 
 def rows_by_head(
-    base: str, trunk: tuple[TensorRow, ...], heads: Heads, masked: MaskedHead | None = None
+    trunk: tuple[TensorRow, ...], heads: Heads, masked: MaskedHead | None = None
 ) -> Callable[[ModelConfig], tuple[TensorRow, ...]]:
-    """Return the rows of a trunk and of the head of a config. The names below `base` are those of a
-    class with a head; without one they are as in the base model."""
+    """Return the rows of a trunk and of the head of a config."""
 
     def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-        is_dense = config.output == "tags" and config.head.class_layers == "dense"
-        tensor_rows = (*trunk, *heads.get(DENSE_TAGS if is_dense else config.output, ()))
-        if config.output == "none":
-            return tuple(row._replace(hf=row.hf.removeprefix(f"{base}.")) for row in tensor_rows)
+        head = config.output
+        if head == "tags" and config.head.class_layers == "dense":
+            head = DENSE_TAGS
+        tensor_rows = (*trunk, *heads.get(head, ()))
         if masked and config.output == "masked":
             return (*tensor_rows, *masked.rows(config))
         return tensor_rows
@@ -135,7 +136,7 @@ def encoder_like(
         model_type,
         architectures,
         (ENCODER, *mappings, tied(True), ClassCount(), Dropout(dropout)),
-        rows_by_head(base, trunk, heads, masked),
+        rows_by_head(trunk, heads, masked),
         prefix=f"{base}.",
         copies=lambda config: masked.copies(config, trunk[0].hf),
         **others,
@@ -176,6 +177,40 @@ def bert_trunk(base: str, **names: str) -> tuple[TensorRow, ...]:
     layer = base + ".encoder.layer.{}."
     return *embeddings(base), *block(layer, **{**BERT_LAYER, **names})
 
+
+# DistilBERT (arXiv:1910.01108) is BERT without token types and without a pooler beside its class
+# head. It is before BERT, so that a model of both is written as the plainer one.
+DISTILBERT = encoder_like(
+    "distilbert",
+    classes_of("DistilBert"),
+    "distilbert",
+    (
+        Constant({"norm_eps": 1e-12, "head.pooler_activation": "relu"}),
+        *keys("vocab_size dim n_layers n_heads hidden_dim max_position_embeddings"),
+        Choice("activation", "activation", PLAIN, "gelu"),
+        # The positions are stored, also where they began as sinusoids.
+        IgnoredKeys("sinusoidal_pos_embds tie_weights_"),
+    ),
+    (
+        *embeddings("distilbert"),
+        *block(
+            "distilbert.transformer.layer.{}.",
+            q="attention.q_lin",
+            k="attention.k_lin",
+            v="attention.v_lin",
+            out="attention.out_lin",
+            attention_norm="sa_layer_norm",
+            up="ffn.lin1",
+            down="ffn.lin2",
+            ffn_norm="output_layer_norm",
+        ),
+        *linear("pre_classifier", "pooler.dense"),
+    ),
+    MaskedHead("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+    dropout="dropout attention_dropout",
+    ignored=(r"embeddings\.position_ids$",),
+    covers="masked-LM, text- and token-classification heads; no head",
+)
 
 # BERT (arXiv:1810.04805).
 BERT_MASKED = MaskedHead(
@@ -274,39 +309,6 @@ def roberta_like(model_type: str, name: str) -> Family:
 ROBERTA = roberta_like("roberta", "Roberta")
 XLM_ROBERTA = roberta_like("xlm-roberta", "XLMRoberta")
 
-# DistilBERT (arXiv:1910.01108) has neither token types nor a pooler beside its class head.
-DISTILBERT = encoder_like(
-    "distilbert",
-    classes_of("DistilBert"),
-    "distilbert",
-    (
-        Constant({"norm_eps": 1e-12, "head.pooler_activation": "relu"}),
-        *keys("vocab_size dim n_layers n_heads hidden_dim max_position_embeddings"),
-        Choice("activation", "activation", PLAIN, "gelu"),
-        # The positions are stored, also where they began as sinusoids.
-        IgnoredKeys("sinusoidal_pos_embds qa_dropout seq_classif_dropout tie_weights_"),
-    ),
-    (
-        *embeddings("distilbert"),
-        *block(
-            "distilbert.transformer.layer.{}.",
-            q="attention.q_lin",
-            k="attention.k_lin",
-            v="attention.v_lin",
-            out="attention.out_lin",
-            attention_norm="sa_layer_norm",
-            up="ffn.lin1",
-            down="ffn.lin2",
-            ffn_norm="output_layer_norm",
-        ),
-        *linear("pre_classifier", "pooler.dense"),
-    ),
-    MaskedHead("vocab_transform", "vocab_layer_norm", "vocab_projector"),
-    dropout="dropout attention_dropout",
-    ignored=(r"embeddings\.position_ids$",),
-    covers="masked-LM, text- and token-classification heads; no head",
-)
-
 
 # ALBERT (arXiv:1909.11942): BERT with narrow embeddings, whose layers share their parameters in
 # groups; its second head predicts the order of two texts.
@@ -356,11 +358,8 @@ ALBERT = encoder_like(
         Present(
             "sop_classifier.classifier.weight", "head.next_sentence", ("AlbertForPreTraining",)
         ),
-        # Of dropout, and of versions that no code reads.
-        IgnoredKeys(
-            "classifier_dropout_prob down_scale_factor gap_size net_structure_type"
-            " num_memory_blocks"
-        ),
+        # Of versions that no code reads.
+        IgnoredKeys("down_scale_factor gap_size net_structure_type num_memory_blocks"),
     ),
     (
         *embeddings("albert"),
@@ -407,7 +406,6 @@ ELECTRA = encoder_like(
         Key("embedding_size", "embedding.width", 128),
         *ALWAYS_GELU,
         Constant({"head.pooler_activation": "gelu"}),
-        IgnoredKeys("summary_type summary_use_proj summary_activation summary_last_dropout"),
     ),
     (*bert_trunk("electra"), *linear("electra.embeddings_project", "embed.projection")),
     MaskedHead(
@@ -473,17 +471,6 @@ MPNET = encoder_like(
 # feed-forward, and no biases but those of the norms and heads. Files have other names than the
 # classes of transformers, which peft adapts.
 
-
-def nomic_trunk(*layers: TensorRow) -> tuple[TensorRow, ...]:
-    return (
-        TensorRow("nomic_bert.embeddings.word_embeddings.weight", "embed.tokens"),
-        TensorRow("nomic_bert.embeddings.token_type_embeddings.weight", "embed.types"),
-        *layers,
-        *linear("nomic_bert.pooler.dense", "pooler.dense"),
-    )
-
-
-NOMIC_MASKED = BERT_MASKED._replace(norm="cls.predictions.transform.layer_norm")
 NOMIC_BERT = encoder_like(
     "nomic_bert",
     classes_of("NomicBert"),
@@ -499,7 +486,9 @@ NOMIC_BERT = encoder_like(
         ),
         IgnoredKeys("default_theta"),
     ),
-    nomic_trunk(
+    (
+        TensorRow("nomic_bert.embeddings.word_embeddings.weight", "embed.tokens"),
+        TensorRow("nomic_bert.embeddings.token_type_embeddings.weight", "embed.types"),
         *norm("nomic_bert.emb_ln", "embed.norm"),
         *block(
             "nomic_bert.encoder.layers.{}.",
@@ -511,27 +500,20 @@ NOMIC_BERT = encoder_like(
             down="mlp.fc2",
             ffn_norm="norm2",
         ),
+        *linear("nomic_bert.pooler.dense", "pooler.dense"),
     ),
-    NOMIC_MASKED,
-    module_rows=rows_by_head(
-        "nomic_bert",
-        nomic_trunk(
-            *norm("nomic_bert.embeddings.LayerNorm", "embed.norm"),
-            *block(
-                "nomic_bert.layers.{}.",
-                q="self_attn.q_proj",
-                k="self_attn.k_proj",
-                v="self_attn.v_proj",
-                out="self_attn.o_proj",
-                attention_norm="post_attention_layernorm",
-                gate="mlp.gate_proj",
-                up="mlp.up_proj",
-                down="mlp.down_proj",
-                ffn_norm="post_mlp_layernorm",
-            ),
+    BERT_MASKED._replace(norm="cls.predictions.transform.layer_norm"),
+    module_rows=(
+        *norm("nomic_bert.embeddings.LayerNorm", "embed.norm"),
+        *projections("nomic_bert.layers.{}.self_attn", "o_proj"),
+        *block(
+            "nomic_bert.layers.{}.",
+            attention_norm="post_attention_layernorm",
+            gate="mlp.gate_proj",
+            up="mlp.up_proj",
+            down="mlp.down_proj",
+            ffn_norm="post_mlp_layernorm",
         ),
-        CLASSIFIER,
-        NOMIC_MASKED,
     ),
     required_ids={"pad_token_id": 0},
     covers="RoPE with every scaling; gated activations; masked-LM, text- and"
@@ -711,7 +693,7 @@ DEBERTA = encoder_like(
         FixedKey("legacy", (True, False)),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Choice("pooler_hidden_act", "head.pooler_activation", POOLER_ACTIVATIONS, "gelu"),
-        IgnoredKeys("pooler_dropout cls_dropout conv_act conv_groups summary_type"),
+        IgnoredKeys("conv_act conv_groups"),
     ),
     (
         *bert_trunk(
@@ -756,11 +738,8 @@ CLIP_TEXT = Family(
         ProjectionWidth("projection_dim", "head.width", 512),
         Choice("hidden_act", "activation", PLAIN, "quick_gelu"),
         Dropout("attention_dropout"),
-        # Older files have it, and it is of no layer.
-        IgnoredKeys("initializer_factor dropout"),
     ),
     rows_by_head(
-        "text_model",
         (
             TensorRow("text_model.embeddings.token_embedding.weight", "embed.tokens"),
             TensorRow("text_model.embeddings.position_embedding.weight", "embed.positions"),

@@ -61,6 +61,8 @@ from jaxformer.layers.pattern import layer_configs
 # of a layer. transformers reads both, whatever its version has in memory.
 
 EXPERT_BLOCKS = "blocks.experts."
+ROUTER = f"{EXPERT_BLOCKS}router"
+DOWN = f"{EXPERT_BLOCKS}down"
 GATE_UP = (f"{EXPERT_BLOCKS}gate", f"{EXPERT_BLOCKS}up")
 
 # The trunk, with the norm before the experts; layers without experts have the rows of Llama.
@@ -72,7 +74,7 @@ def one_each(prefix: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...
     these names below `prefix`."""
     return (
         *ROUTED_TRUNK,
-        TensorRow(f"{LAYER}{prefix}.gate.weight", f"{EXPERT_BLOCKS}router", LINEAR),
+        TensorRow(f"{LAYER}{prefix}.gate.weight", ROUTER, LINEAR),
         *(
             TensorRow(
                 f"{LAYER}{prefix}.experts.{{}}.{name}.weight", f"{EXPERT_BLOCKS}{leaf}", LINEAR
@@ -80,6 +82,15 @@ def one_each(prefix: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...
             for leaf, name in (("gate", gate), ("up", up), ("down", down))
         ),
     )
+
+
+# All experts of a layer in one parameter, as the classes of transformers 5 have them: by these
+# names peft adapts them (`target_parameters`).
+EXPERT_PARAMETERS = (
+    TensorRow(f"{LAYER}mlp.gate.weight", ROUTER, LINEAR),
+    TensorRow(f"{LAYER}mlp.experts.gate_up_proj", GATE_UP, LINEAR),
+    TensorRow(f"{LAYER}mlp.experts.down_proj", DOWN, LINEAR),
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,10 @@ class SparseLayers(KeyMapping):
         dense = hf.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
             raise hf.unsupported("mlp_only_layers", dense, ["a list of numbers of layers"])
-        has_experts = [(i + 1) % step == 0 and i not in dense for i in range(layers)]
+        # 1 where a layer has experts, 0 where it has none.
+        has_experts = [int((layer + 1) % step == 0) for layer in range(layers)]
+        for layer in {*dense} & {*range(layers)}:
+            has_experts[layer] = 0
         if not any(has_experts) or hf.get("num_experts") == 0:
             return {"feed_forward": "ffn", "experts.n": 0}
         return {"experts.pattern": letters(has_experts, "e", "d")}
@@ -116,6 +130,7 @@ class SparseLayers(KeyMapping):
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)
         dense = [i for i, layer in enumerate(layers) if layer.feed_forward != "experts"]
+        # The step names the layers that may have experts, and the list those of them that do not.
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -129,7 +144,6 @@ def routed(number: str, loss: float = 0.001) -> tuple[KeyMapping, ...]:
         Key(number, "experts.n", instead=names.pop(), needed=True),
         Key("num_experts_per_tok", "experts.per_token", needed=True),
         BalanceLoss(loss),
-        IgnoredKeys("output_router_logits"),
     )
 
 
@@ -156,6 +170,7 @@ MIXTRAL = decoder_like(
         # Noise on the input of the experts in training, and not on the logits of the router.
         FixedKey("router_jitter_noise", (0.0, None)),
     ),
+    module_rows=EXPERT_PARAMETERS,
     covers="one tensor for each expert; windows",
 )
 
@@ -178,6 +193,7 @@ QWEN3_MOE = decoder_like(
         IgnoredKeys("sliding_window max_window_layers"),
         ATTENTION_BIAS,
     ),
+    module_rows=EXPERT_PARAMETERS,
     covers="one tensor for each expert; layers without experts; query-key norms",
 )
 
@@ -196,6 +212,7 @@ OLMOE = decoder_like(
         *fixed(clip_qkv=None),
         ATTENTION_BIAS,
     ),
+    module_rows=EXPERT_PARAMETERS,
     covers="one tensor for each expert; query-key norms over all heads",
 )
 
@@ -205,9 +222,14 @@ SPARSE = LAYER + "block_sparse_moe."
 SHARED = ("blocks.experts.shared.gate", "blocks.experts.shared.up")
 GRANITE_ROWS = (
     *ROUTED_TRUNK,
-    TensorRow(SPARSE + "router.layer.weight", f"{EXPERT_BLOCKS}router", LINEAR),
+    TensorRow(SPARSE + "router.layer.weight", ROUTER, LINEAR),
     TensorRow(SPARSE + "input_linear.weight", GATE_UP, LINEAR),
-    TensorRow(SPARSE + "output_linear.weight", f"{EXPERT_BLOCKS}down", LINEAR),
+    TensorRow(SPARSE + "output_linear.weight", DOWN, LINEAR),
+)
+GRANITE_PARAMETERS = (
+    TensorRow(SPARSE + "router.weight", ROUTER, LINEAR),
+    TensorRow(SPARSE + "experts.gate_up_proj", GATE_UP, LINEAR),
+    TensorRow(SPARSE + "experts.down_proj", DOWN, LINEAR),
 )
 GRANITE_KEYS = (*expert_sizes(), *routed("num_local_experts"), *MULTIPLIERS, *USUAL, ATTENTION_BIAS)
 GRANITE_MOE = decoder_like(
@@ -215,6 +237,7 @@ GRANITE_MOE = decoder_like(
     "GraniteMoe",
     GRANITE_ROWS,
     GRANITE_KEYS,
+    module_rows=GRANITE_PARAMETERS,
     covers="one tensor for all experts of a layer; multipliers",
 )
 GRANITE_MOE_SHARED = decoder_like(
@@ -226,6 +249,7 @@ GRANITE_MOE_SHARED = decoder_like(
         *linear(LAYER + "shared_mlp.output_linear", "blocks.experts.shared.down"),
     ),
     (*GRANITE_KEYS, Key("shared_intermediate_size", "experts.shared_ff", 0)),
+    module_rows=GRANITE_PARAMETERS,
     covers="as granitemoe, with a shared expert",
 )
 
@@ -238,14 +262,14 @@ GPT_OSS = decoder_like(
     (
         *ROUTED_TRUNK,
         TensorRow(LAYER + "self_attn.sinks", "blocks.attention.sinks"),
-        *linear(MLP + "router", f"{EXPERT_BLOCKS}router"),
+        *linear(MLP + "router", ROUTER),
         TensorRow(MLP + "experts.gate_up_proj", GATE_UP, INTERLEAVED),
         TensorRow(
             MLP + "experts.gate_up_proj_bias",
             tuple(f"{leaf}_bias" for leaf in GATE_UP),
             INTERLEAVED,
         ),
-        TensorRow(MLP + "experts.down_proj", f"{EXPERT_BLOCKS}down", CONV),
+        TensorRow(MLP + "experts.down_proj", DOWN, CONV),
         TensorRow(MLP + "experts.down_proj_bias", f"{EXPERT_BLOCKS}down_bias", SAME),
     ),
     (
@@ -264,9 +288,6 @@ GPT_OSS = decoder_like(
     packed={"mxfp4": Mxfp4Files},
     covers="sinks; clamped activation; biases of experts and router; windows; MXFP4 weights",
 )
-
-EXPERT_FAMILIES = (MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS)
-
 
 # DeepSeek-V3 (arXiv:2412.19437): latent attention, and experts behind some dense layers.
 
@@ -298,7 +319,9 @@ DEEPSEEK_ROWS = (
 
 def deepseek_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     """Return the tensors, of which that of the queries has another name without a query rank."""
-    name = "q_b_proj" if config.latent.query_rank else "q_proj"
+    name = "q_proj"
+    if config.latent.query_rank:
+        name = "q_b_proj"
     return (*DEEPSEEK_ROWS, *linear(f"{LAYER}self_attn.{name}", f"{LATENT_BLOCKS}q"))
 
 
@@ -357,14 +380,17 @@ class DenseLayers(KeyMapping):
         for row in self.rows:
             experts |= row.read(hf)
         # Where all layers are dense, none reads these.
-        return experts if dense < layers else {}
+        if dense >= layers:
+            return {}
+        return experts
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)
         have_experts = [layer.feed_forward == "experts" for layer in layers]
         keys: Keys = {"first_k_dense_replace": [*have_experts, True].index(True)}
-        for row in self.rows if any(have_experts) else ():
-            keys |= row.write(config)
+        if any(have_experts):
+            for row in self.rows:
+                keys |= row.write(config)
         return keys
 
 
@@ -423,10 +449,11 @@ DEEPSEEK_V3 = decoder_like(
         ),
         # Of the published files, whose keys transformers does not read.
         *fixed(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
-        IgnoredKeys("aux_loss_alpha seq_aux ep_size output_router_logits"),
+        IgnoredKeys("aux_loss_alpha seq_aux ep_size"),
     ),
     # The published model has a layer behind its 61 that predicts a further token.
     ignored=(INV_FREQ, r"^model\.layers\.61\."),
+    module_rows=EXPERT_PARAMETERS,
     covers="latent attention; experts in groups behind dense layers, and a shared one;"
     " YaRN with `mscale_all_dim`",
 )

@@ -4,7 +4,6 @@ the params."""
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +12,15 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.interop.fields import Choice, ConfigFields, Key, KeyMapping, tied, with_factors
-from jaxformer.interop.hf_config import QUANTIZATION, REQUIRED, HFConfig, quantization_of
+from jaxformer.interop.hf_config import QUANTIZATION, REQUIRED, HFConfig, quantization_method
 from jaxformer.interop.tensor_files import TensorFiles
-from jaxformer.interop.tensor_table import Tensor, TensorRow, paths_without_tensor, tensors
+from jaxformer.interop.tensor_table import (
+    Tensor,
+    TensorRow,
+    paths_without_tensor,
+    tensors,
+    with_rows,
+)
 from jaxformer.models.transformer import specs as model_specs
 
 
@@ -36,9 +41,14 @@ Copies = Callable[[ModelConfig], tuple[Copy, ...]]
 def tied_copy(head: str, embedding: str, *others: str) -> Copies:
     """Return the output layer of a tied model, which files may hold, and other names of the
     embedding."""
-    always = tuple(Copy(name, embedding) for name in others)
-    tied = (*always, Copy(head, embedding, unties=True))
-    return lambda config: tied if config.tied_head else always
+    repeated = tuple(Copy(name, embedding) for name in others)
+
+    def copies(config: ModelConfig) -> tuple[Copy, ...]:
+        if config.tied_head:
+            return *repeated, Copy(head, embedding, unties=True)
+        return repeated
+
+    return copies
 
 
 @dataclass(frozen=True)
@@ -50,11 +60,11 @@ class Family:
     layer. `prefix` is the start of names that files of a base, and older files, leave out.
     `ignored` are patterns of tensors that are not read; `renamed` are (pattern, new) of old names.
     `computed` are tensors that follow from the config, such as sinusoids: they are written, and
-    files may lack them. `module_rows` are the rows by the names in the class of transformers, where
-    files have others. `required_ids` are the ids of special tokens that are written where there is
-    no such token, if the class wants a number. `packed` are the readers of packed weights, by
-    quant_method of quantization_config. `covers` says what of the family is supported beyond the
-    basic model, in the table of docs/hugging_face.md.
+    files may lack them. `module_rows` are rows of the class of transformers, in the place of those
+    with the same leaves, where files have other tensors. `required_ids` are the ids of special
+    tokens that are written where there is no such token, if the class wants a number. `packed` are
+    the readers of packed weights, by quant_method of quantization_config. `covers` says what of the
+    family is supported beyond the basic model, in the table of docs/hugging_face.md.
     """
 
     model_type: str
@@ -68,28 +78,25 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     computed: Callable[[ModelConfig], Mapping[str, np.ndarray]] = lambda config: {}
     packed: Mapping[str, type[TensorFiles]] = dataclasses.field(default_factory=dict)
-    module_rows: Callable[[ModelConfig], tuple[TensorRow, ...]] | None = None
+    module_rows: tuple[TensorRow, ...] = ()
     required_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     covers: str = ""
 
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
         """Return the config of a config.json."""
         for key, allowed in REQUIRED.items():
-            is_read = key == QUANTIZATION and quantization_of(hf.values) in self.packed
-            if key in hf.values and not is_read:
-                methods = [{"quant_method": name} for name in self.packed]
-                hf.only(key, (*allowed, *(methods if key == QUANTIZATION else ())))
+            if key != QUANTIZATION:
+                hf.only(key, allowed)
+            elif quantization_method(hf.values) not in self.packed:
+                hf.only(key, (*allowed, *({"quant_method": name} for name in self.packed)))
         config_fields: ConfigFields = {}
         for row in self.fields:
             config_fields |= row.read(hf)
         config_fields |= self.architectures[architecture]
+        # A config.json counts classes whether the model has a head of classes or not.
         if config_fields.get("head.kind") not in ("classes", "tags"):
             config_fields.pop("head.n_classes", None)
         return with_settings(ModelConfig(), config_fields)
-
-    def files(self, directory: Path, values: Mapping[str, Any]) -> TensorFiles:
-        """Return the tensors of a directory whose config.json has these keys."""
-        return self.packed.get(quantization_of(values), TensorFiles)(directory)
 
     def keys(self) -> dict[str, str]:
         """Return the key of each field that has one key."""
@@ -116,15 +123,19 @@ class Family:
         return paths_without_tensor(self.tensors(config), model_specs(config))
 
     def named(self, names: Iterable[str]) -> set[str]:
-        """Names as they are, and as the class with a head has them."""
-        return {alias for name in names for alias in (name, self.prefix + name)}
+        """Return the names as they are, and as the class with a head has them."""
+        names = {*names}
+        return names | {self.prefix + name for name in names}
 
-    def tensors(self, config: ModelConfig) -> list[Tensor]:
-        return tensors(self.rows(config), model_specs(config))
-
-    def modules(self, config: ModelConfig) -> list[Tensor]:
-        """Return the tensors by their names in the class of transformers."""
-        return tensors((self.module_rows or self.rows)(config), model_specs(config))
+    def tensors(self, config: ModelConfig, in_class: bool = False) -> list[Tensor]:
+        """Return the tensors of the files; with `in_class`, those of the class of transformers."""
+        rows = self.rows(config)
+        if in_class:
+            rows = with_rows(rows, *self.module_rows)
+        if config.output == "none":
+            # The class without a head is the base itself.
+            rows = tuple(row._replace(hf=row.hf.removeprefix(self.prefix)) for row in rows)
+        return tensors(rows, model_specs(config))
 
 
 INV_FREQ = r"rotary_emb\.inv_freq$"
@@ -151,12 +162,19 @@ def decoder_like(
     """
     first = TensorRow(embedding, "embed.tokens")
     last = TensorRow(head, "head.weight")
-    base = f"{name}Model" if base is None else base
+    if base is None:
+        base = f"{name}Model"
+
+    def all_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
+        if callable(rows):
+            return first, *rows(config), last
+        return first, *rows, last
+
     return Family(
         model_type,
         {name + model: {}},
         (*mappings, tied(is_tied)),
-        lambda config: (first, *(rows(config) if callable(rows) else rows), last),
+        all_rows,
         prefix=embedding.split(".")[0] + ".",
         bases=(base,) if base else (),
         copies=tied_copy(head, embedding),

@@ -81,8 +81,7 @@ def value_of(config: ModelConfig, field: str) -> Any:
 
 
 def letters(flags: Iterable[object], yes: str, no: str) -> str:
-    """Return a pattern of layers: `yes` for each that the flag is true of, and `no` for each other
-    one."""
+    """Return the pattern of layers: `yes` where the flag of a layer is true, and else `no`."""
     return "".join(yes if flag else no for flag in flags)
 
 
@@ -109,18 +108,20 @@ class Key(KeyMapping):
     may_be_null: ClassVar[bool] = False
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        default = hf.get(self.instead, self.default) if self.instead else self.default
-        value = hf.get(self.hf, default)
+        value = hf.get(self.hf)
         if value is None and self.instead:
-            value = default
+            value = hf.get(self.instead)
+        if value is None and (self.instead or self.hf not in hf.values):
+            value = self.default
         if value is None:
-            is_null = self.default is not None and self.hf in hf.values and not self.may_be_null
-            if self.needed or is_null:
-                allowed = "a number" if self.needed else self.default
-                raise hf.unsupported(self.hf, None, [allowed])
+            if self.needed:
+                raise hf.unsupported(self.hf, None, ["a number"])
+            if self.default is not None and not self.may_be_null:
+                raise hf.unsupported(self.hf, None, [self.default])
             return {}
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        return {self.field: float(value) if TYPES[self.field] is float and is_integer else value}
+        if type(value) is int and TYPES[self.field] is float:
+            value = float(value)
+        return {self.field: value}
 
     def write(self, config: ModelConfig) -> Keys:
         return {self.hf: value_of(config, self.field)}
@@ -182,8 +183,11 @@ class Choice(KeyMapping):
 
     def write(self, config: ModelConfig) -> Keys:
         setting = attrgetter(self.field)(config)
-        names = [name for name, value in self.values.items() if value == setting]
-        return {self.hf: self.default if self.default in names or not names else names[0]}
+        name = self.default
+        # Of several names of a setting the default is written, which every reader knows.
+        if self.values.get(name) != setting:
+            name = next((n for n, value in self.values.items() if value == setting), name)
+        return {self.hf: name}
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,7 @@ class FixedKey(KeyMapping):
 
 
 def fixed(**values: Any) -> tuple[FixedKey, ...]:
-    """Keys with one supported value each."""
+    """Return keys with one supported value each."""
     return tuple(FixedKey(hf, (value,)) for hf, value in values.items())
 
 
@@ -216,9 +220,9 @@ class AliasKey(KeyMapping):
     checked: bool = False
 
     def read(self, hf: HFConfig) -> ConfigFields:
-        stated = hf.get(self.hf)
-        if self.checked and stated is not None:
-            hf.only(self.hf, (hf.get(self.key, stated),))
+        value = hf.get(self.hf)
+        if self.checked and value is not None:
+            hf.only(self.hf, (hf.get(self.key, value),))
         return {}
 
     def write(self, config: ModelConfig) -> Keys:
@@ -230,10 +234,14 @@ class ClassCount(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         labels = hf.get("id2label")
-        return {"head.n_classes": len(labels) if labels else hf.number("num_labels", 2)}
+        if labels:
+            return {"head.n_classes": len(labels)}
+        return {"head.n_classes": hf.number("num_labels", 2)}
 
     def write(self, config: ModelConfig) -> Keys:
-        return {"num_labels": config.head.n_classes} if config.output in ("classes", "tags") else {}
+        if config.output not in ("classes", "tags"):
+            return {}
+        return {"num_labels": config.head.n_classes}
 
 
 @dataclass(frozen=True)
@@ -252,17 +260,18 @@ class IgnoredKeys(KeyMapping):
         return dict(self.written)
 
 
-OF_WEIGHTS = {"attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"}
+ATTENTION_RATES = {"attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"}
 
 
 class Dropout(IgnoredKeys):
-    """The keys of dropout rates, of which those in OF_WEIGHTS are of attention weights alone. They
-    are not read: a run sets its own rates."""
+    """The keys of dropout rates, ATTENTION_RATES those of attention weights alone. They are not
+    read: a run sets its own rates."""
 
     def write(self, config: ModelConfig) -> Keys:
-        of_weights = config.attention_dropout_rate
-        others = config.dropout
-        return {key: of_weights if key in OF_WEIGHTS else others for key in self.keys.split()}
+        rates = dict.fromkeys(self.keys.split(), config.dropout)
+        for key in rates.keys() & ATTENTION_RATES:
+            rates[key] = config.attention_dropout_rate
+        return rates
 
 
 class Constant(KeyMapping):
@@ -288,10 +297,9 @@ class Biases(KeyMapping):
         for key, (added, default) in self.flags.items():
             if hf.flag(key, default):
                 parts |= added
-        exact = [name for name, biased in BIASED.items() if biased == parts]
-        # Where the norms have no bias, a name with theirs is as good.
-        but_for_norms = [name for name, biased in BIASED.items() if biased - {"norm"} == parts]
-        return {"bias": (exact or but_for_norms)[0]}
+        # RMS norms have no bias, so where no name is exact, one with theirs is as good.
+        names = {biased: name for name, biased in BIASED.items()}
+        return {"bias": names.get(frozenset(parts)) or names[frozenset({*parts, "norm"})]}
 
     def write(self, config: ModelConfig) -> Keys:
         return {key: parts <= config.biased for key, (parts, _) in self.flags.items()}
@@ -314,8 +322,8 @@ class DivisibleHeads(KeyMapping):
         width = hf.number("hidden_size")
         heads = hf.positive("num_attention_heads")
         if width % heads:
-            divisor = f"a divisor of hidden_size={width}"
-            raise hf.unsupported("num_attention_heads", heads, [divisor])
+            allowed = f"a divisor of hidden_size={width}"
+            raise hf.unsupported("num_attention_heads", heads, [allowed])
         return {}
 
 
@@ -331,8 +339,8 @@ class Present(KeyMapping):
     def read(self, hf: HFConfig) -> ConfigFields:
         if hf.names is not None:
             return {self.field: self.tensor in hf.names}
-        stated = hf.get("architectures") or []
-        return {self.field: any(architecture in self.of for architecture in stated)}
+        architectures = hf.get("architectures") or []
+        return {self.field: not {*self.of}.isdisjoint(architectures)}
 
 
 @dataclass(frozen=True)
@@ -357,7 +365,7 @@ class KeyTable(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         # With the architectures beside the table, which messages name.
-        names = [key for key in ("architectures", "model_type") if key in hf.values]
+        names = hf.values.keys() & {"architectures", "model_type"}
         entries = HFConfig(hf.table(self.hf) | {key: hf.values[key] for key in names})
         table_fields: ConfigFields = {}
         for row in self.rows:
@@ -394,39 +402,45 @@ class Windows(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.whole("num_hidden_layers")
+        # Before a list of so many layers is made.
         if layers > MOST_LAYERS:
             raise hf.unsupported("num_hidden_layers", layers, [f"1 to {MOST_LAYERS}"])
         window = self.window(hf)
+        is_full = self.usual_full_layers(hf, layers)
         kinds = hf.get("layer_types") if self.kinds else None
-        usual_full = self.usual_full_layers(hf, layers)
-        if kinds is None:
-            is_full = usual_full
-        elif len(kinds) == layers and {*kinds} <= {FULL, SLIDING}:
+        if kinds is not None:
+            if len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}:
+                raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
             is_full = [kind == FULL for kind in kinds]
-        else:
-            raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
         if not window or all(is_full):
-            # Of no layer then.
+            # The base of layers with a window is that of no layer then.
             return {"rope.window_theta": 0.0}
         return {"window": window, "window_pattern": letters(is_full, "f", "w")}
 
     def window(self, hf: HFConfig) -> int:
         """Return the width of the window; 0 where no layer has one."""
         width: int = hf.get("sliding_window", self.default_window) or 0
-        return 0 if self.switch and not hf.flag("use_sliding_window", False) else width
+        if self.switch and not hf.flag("use_sliding_window", False):
+            return 0
+        return width
 
     def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
         """Return which layers have no window where layer_types does not say it."""
-        every = hf.number(self.period, self.every) if self.period else self.every
-        first = hf.number("max_window_layers", 28) if self.switch else 0
+        every: float = self.every
+        if self.period:
+            every = hf.number(self.period, every)
+        first: float = 0
+        if self.switch:
+            first = hf.number("max_window_layers", 28)
         return [i < first or bool(every and (i + 1) % every == 0) for i in range(layers)]
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)
-        # Where all layers are full, transformers wants a number beside layer_types too.
-        usual = self.default_window if self.kinds and not self.switch else None
-        keys: Keys = {"sliding_window": config.window or usual}
+        keys: Keys = {"sliding_window": config.window or None}
         if self.kinds:
+            # Where all layers are full, transformers needs a number beside layer_types too.
+            if not self.switch:
+                keys["sliding_window"] = config.window or self.default_window
             keys["layer_types"] = [SLIDING if layer.window else FULL for layer in layers]
         if self.switch:
             keys["use_sliding_window"] = bool(config.window)

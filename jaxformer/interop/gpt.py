@@ -1,4 +1,5 @@
-"""GPT-2, GPT-NeoX, BLOOM, GPT-J, GPT-Neo and OPT: decoders with layer norms and biases."""
+"""Decoders with layer norms: GPT-2, GPT-NeoX, BLOOM, GPT-J, GPT-Neo, OPT, Falcon, MPT and
+Starcoder2."""
 
 from dataclasses import dataclass
 
@@ -21,12 +22,13 @@ from jaxformer.interop.fields import (
     KeyMapping,
     Keys,
     KeyTable,
+    Windows,
     fixed,
     keys,
     letters,
 )
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.llama import ATTENTION
+from jaxformer.interop.llama import ATTENTION, FFN, LAYER, ROWS, sizes
 from jaxformer.interop.rope import Length, Rope
 from jaxformer.interop.tensor_table import (
     BY_HEAD,
@@ -37,6 +39,7 @@ from jaxformer.interop.tensor_table import (
     linear,
     norm,
     projections,
+    with_rows,
 )
 from jaxformer.layers.pattern import layer_configs
 
@@ -68,10 +71,6 @@ GPT2 = decoder_like(
         Dropout("resid_pdrop embd_pdrop attn_pdrop"),
         # Read by llama.cpp's converter.
         AliasKey("n_ctx", "n_positions", "max_length"),
-        IgnoredKeys(
-            "reorder_and_upcast_attn summary_type summary_use_proj summary_activation"
-            " summary_proj_to_labels summary_first_dropout"
-        ),
     ),
     "transformer.wte.weight",
     model="LMHeadModel",
@@ -151,10 +150,7 @@ BLOOM = decoder_like(
         Dropout("hidden_dropout attention_dropout"),
         # It would leave out biases with pretraining_tp > 1.
         *fixed(slow_but_exact=False),
-        IgnoredKeys(
-            "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi"
-            " pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"
-        ),
+        IgnoredKeys("offset_alibi pretraining_pp skip_bias_add skip_bias_add_qkv n_inner"),
     ),
     "transformer.word_embeddings.weight",
     ignored=(),
@@ -202,10 +198,7 @@ GPTJ = decoder_like(
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
         *fixed(scale_attn_weights=True),
         Dropout("resid_pdrop embd_pdrop attn_pdrop"),
-        IgnoredKeys(
-            "rotary summary_type summary_use_proj summary_activation"
-            " summary_proj_to_labels summary_first_dropout"
-        ),
+        IgnoredKeys("rotary"),
     ),
     "transformer.wte.weight",
     base="",
@@ -223,10 +216,14 @@ class LocalLayers(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.number("num_layers")
-        stated = hf.get("attention_types")
-        entries = [[[GLOBAL, LOCAL], 12]] if stated is None else stated
+        types = hf.get("attention_types")
+        entries = types
+        if types is None:
+            entries = [[[GLOBAL, LOCAL], 12]]
+        if not isinstance(entries, list):
+            entries = [entries]
         kinds: list[str] = []
-        for entry in entries if isinstance(entries, list) else ():
+        for entry in entries:
             match entry:
                 case [list(part), int(times)] if times * len(part) <= MOST_LAYERS:
                     kinds += part * times
@@ -234,7 +231,7 @@ class LocalLayers(KeyMapping):
                     kinds.append("of another structure")
         if len(kinds) != layers or not all(kind in (GLOBAL, LOCAL) for kind in kinds):
             allowed = [[[[GLOBAL, LOCAL], f"times that give num_layers={layers}"]]]
-            raise hf.unsupported("attention_types", stated, allowed)
+            raise hf.unsupported("attention_types", types, allowed)
         window = hf.number("window_size", 256)
         if window < 1 or LOCAL not in kinds:
             return {}
@@ -273,11 +270,8 @@ GPT_NEO = decoder_like(
         LocalLayers(),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
         Dropout("resid_dropout embed_dropout attention_dropout"),
-        # attention_layers repeats attention_types.
-        IgnoredKeys(
-            "attention_layers summary_type summary_use_proj summary_activation"
-            " summary_first_dropout summary_proj_to_labels"
-        ),
+        # It repeats attention_types.
+        IgnoredKeys("attention_layers"),
     ),
     "transformer.wte.weight",
     is_tied=True,
@@ -324,7 +318,6 @@ OPT = decoder_like(
         AliasKey("word_embed_proj_dim", "hidden_size", "d_model", checked=True),
         *fixed(_remove_final_layer_norm=False, layer_norm_elementwise_affine=True),
         Dropout("dropout attention_dropout"),
-        IgnoredKeys("activation_dropout layerdrop init_std"),
     ),
     "model.decoder.embed_tokens.weight",
     ignored=(),
@@ -348,22 +341,30 @@ class FalconBlocks(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         heads = hf.number("num_attention_heads")
-        stated_norms = hf.get("num_ln_in_parallel_attn")
         is_parallel = hf.flag("parallel_attn", True)
         has_one_key = hf.flag("multi_query", True)
+        residual = "sequential"
+        if is_parallel:
+            residual = "parallel_shared"
+        kv_heads = heads
         if hf.flag("new_decoder_architecture", False):
             hf.only("parallel_attn", (True,))
             hf.only("num_ln_in_parallel_attn", (2, 1, None))
-            residual = "parallel_shared" if stated_norms == 1 else "parallel"
-            kv_heads = heads if hf.get("num_kv_heads") is None else hf.number("num_kv_heads", 0)
+            if hf.get("num_ln_in_parallel_attn") != 1:
+                residual = "parallel"
+            if hf.get("num_kv_heads") is not None:
+                kv_heads = hf.number("num_kv_heads")
             return {"n_kv_heads": kv_heads, "residual": residual}
+        # Which the old architecture ignores where it has no use for it.
+        hf.get("num_kv_heads")
+        hf.get("num_ln_in_parallel_attn")
         if is_parallel:
             hf.only("num_ln_in_parallel_attn", (1, None))
-        if not has_one_key:
+        if has_one_key:
+            kv_heads = 1
+        else:
             hf.only("num_kv_heads", (heads, None))
-        hf.get("num_kv_heads")
-        residual = "parallel_shared" if is_parallel else "sequential"
-        return {"n_kv_heads": 1 if has_one_key else heads, "residual": residual}
+        return {"n_kv_heads": kv_heads, "residual": residual}
 
     def write(self, config: ModelConfig) -> Keys:
         is_old = config.residual != "parallel" and config.kv_heads in (1, config.n_heads)
@@ -492,4 +493,26 @@ MPT = decoder_like(
     ignored=(),
     is_tied=True,
     covers="ALiBi; layer norms without biases; queries, keys and values in one matrix",
+)
+
+# Starcoder2 (arXiv:2402.19173): layer norms, biases, and a feed-forward layer without a gate.
+# It has the tensors of Llama, and is behind Falcon, which is the plainer one of the two.
+STARCODER2 = decoder_like(
+    "starcoder2",
+    "Starcoder2",
+    with_rows(ROWS, *block(LAYER, up="mlp.c_fc", down="mlp.c_proj")),
+    (
+        *sizes("rms_norm_eps"),
+        *keys(norm_epsilon=1e-5),
+        Dropout("residual_dropout embedding_dropout"),
+        Constant({"norm": "layer"}),
+        Choice("hidden_act", "activation", PLAIN, "gelu_pytorch_tanh"),
+        Rope(),
+        Windows(kinds=False, default_window=None),
+        Biases({"use_bias": (ATTENTION | FFN, True)}, always=frozenset({"norm"})),
+        # Of the published files, which transformers does not read.
+        IgnoredKeys("layer_norm_epsilon mlp_type norm_type scale_attn_weights"),
+    ),
+    is_tied=True,
+    covers="layer norms with and without biases of matrices; windows",
 )

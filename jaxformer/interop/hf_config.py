@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 
 from jaxformer.files import ConfigError, read_object
 
-# Keys of any architecture that do not change what a model computes.
+# Keys that do not change the logits of any architecture: dropout, initial values, heads that are
+# not read, kernels, and what generation and other programs read.
 NEUTRAL = """
 _name_or_path _attn_implementation _attn_implementation_autoset _from_model_config _commit_hash
 architectures model_type auto_map torch_dtype dtype transformers_version use_cache
@@ -27,7 +28,12 @@ hidden_dropout classifier_dropout pretraining_tp layer_types _sliding_window_pat
 n_special predict_special_tokens max_sequence_length is_llama_config transformers.js_config
 unsloth_fixed unsloth_version directionality pooler_fc_size pooler_num_attention_heads
 pooler_num_fc_layers pooler_size_per_head pooler_type sentence_transformers
-sbert_ce_default_activation_function
+sbert_ce_default_activation_function summary_type summary_use_proj summary_activation
+summary_proj_to_labels summary_first_dropout summary_last_dropout reorder_and_upcast_attn
+attention_softmax_in_fp32 scale_attention_softmax_in_fp32 bias_dropout_fusion
+masked_softmax_fusion init_std initializer_factor dropout activation_dropout layerdrop
+encoder_layerdrop decoder_layerdrop classifier_dropout_prob classifier_dropout_rate classif_dropout
+cls_dropout pooler_dropout qa_dropout seq_classif_dropout output_router_logits
 """
 # Keys of any architecture that do, and the values for which nothing is missing here.
 QUANTIZATION = "quantization_config"
@@ -66,34 +72,32 @@ class HFConfig:
         return self.checked_number(key, self.get(key, default))
 
     def positive(self, key: str, default: float | None = None) -> int | float:
-        """As `number`, of one above 0."""
+        """Return what `number` does, of one above 0."""
         value = self.number(key, default)
         if value <= 0:
             raise self.unsupported(key, value, ["a number above 0"])
         return value
 
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """As `number`, of a whole one from `least`."""
+        """Return what `number` does, of a whole one from `least`."""
         value = self.number(key, default)
         if not isinstance(value, int) or value < least:
             raise self.unsupported(key, value, [f"a whole number from {least}"])
         return value
 
     def checked_number(self, key: str, value: Any) -> int | float:
-        """`value`, read from a key or from an entry of it. ConfigError where it is no number."""
+        """Return `value`, read from a key or from an entry of it. ConfigError where it is no
+        number."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < inf:
             raise self.unsupported(key, value, ["a number"])
         return value
 
     def only(self, key: str, allowed: tuple[Any, ...]) -> None:
-        """ConfigError where the value of a key is not one of `allowed`, of which the first is the
-        default."""
+        """Raise ConfigError where the value of a key is not one of `allowed`, of which the first is
+        the default."""
         value = self.get(key, allowed[0])
         # True == 1, but one is not allowed for the other.
-        if not any(
-            value == option and isinstance(value, bool) == isinstance(option, bool)
-            for option in allowed
-        ):
+        if (value, type(value) is bool) not in [(x, type(x) is bool) for x in allowed]:
             raise self.unsupported(key, value, allowed)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -114,7 +118,7 @@ class HFConfig:
         )
 
     def unknown(self) -> list[str]:
-        """The keys with a value that were not read and are not known to be neutral."""
+        """Return the keys with a value that were not read and are not known to be neutral."""
         neutral = self.keys_read | {*NEUTRAL.split()} | REQUIRED.keys()
         return sorted(
             key
@@ -128,13 +132,14 @@ PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "r
 CLASS_ACTIVATIONS = {"Identity": "regression", "Sigmoid": "multi_label_classification"}
 
 
-def problem_type_of(values: Mapping[str, Any], path: Path) -> str:
-    """What the head of classes of a config.json answers, in the words of transformers: one class of
-    several, each class for itself, or numbers; empty where it says nothing. ConfigError for others.
-    """
+def read_problem_type(values: Mapping[str, Any], path: Path) -> str:
+    """Return what the head of classes of a config.json answers, in the words of transformers: one
+    class of several, each class for itself, or numbers; empty where it says nothing. ConfigError
+    for others."""
+    function = values.get("sbert_ce_default_activation_function")
     newer = values.get("sentence_transformers")
-    function = newer.get("activation_fn") if isinstance(newer, dict) else None
-    function = function or values.get("sbert_ce_default_activation_function")
+    if isinstance(newer, dict):
+        function = newer.get("activation_fn") or function
     if function:
         name = str(function).rpartition(".")[2]
         if name not in CLASS_ACTIVATIONS:
@@ -152,26 +157,28 @@ def problem_type_of(values: Mapping[str, Any], path: Path) -> str:
     return str(problem_type)
 
 
-def quantization_of(values: Mapping[str, Any]) -> str:
-    """The method by which the weights beside a config.json are packed; empty where it has none."""
+def quantization_method(values: Mapping[str, Any]) -> str:
+    """Return the method by which the weights beside a config.json are packed; empty for none."""
     config = values.get(QUANTIZATION)
-    return str(config.get("quant_method", "")) if isinstance(config, dict) else ""
+    if not isinstance(config, dict):
+        return ""
+    return str(config.get("quant_method", ""))
 
 
 def check_dtype(name: str) -> None:
-    """ConfigError for a dtype in which weights are neither stored nor loaded."""
+    """Raise ConfigError for a dtype in which weights are neither stored nor loaded."""
     if name not in get_args(Dtype):
         raise ConfigError(f"dtype={name!r} is not one of {', '.join(get_args(Dtype))}.")
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """The keys of a directory's config.json."""
+    """Return the keys of a directory's config.json."""
     return read_object(directory / "config.json", "download it again")
 
 
 def is_pretrained(directory: Path) -> bool:
-    """Whether a directory holds a Hugging Face model: by its config.json, or by its weights where
-    that is not the config.json of a run."""
+    """Return whether a directory holds a Hugging Face model: by its config.json, or by its weights
+    where that is not the config.json of a run."""
     if not (directory / "config.json").is_file():
         return False
     keys = read_config_json(directory).keys()

@@ -1,5 +1,5 @@
 """Llama (arXiv:2302.13971, 2307.09288, 2407.21783), and the decoders with its tensors: Mistral,
-Ministral, Ministral 3, SmolLM3, Granite, StableLM, Starcoder2, Phi-3, Qwen, OLMo 2 and 3, and
+Ministral, Ministral 3, SmolLM3, Granite, StableLM, Phi-3, Qwen, OLMo 2 and 3, Command R, GLM-4, and
 Gemma, whose norms multiply by 1 + weight."""
 
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.interop.family import decoder_like
 from jaxformer.interop.fields import (
     GATED_NAMES,
-    PLAIN,
     SIZES,
     Biases,
     Choice,
@@ -30,7 +29,7 @@ from jaxformer.interop.fields import (
 )
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import ORIGINAL, Length, Rope, TemperedRope
-from jaxformer.interop.tensor_table import AS_STORED, TensorRow, block, norm, projections
+from jaxformer.interop.tensor_table import AS_STORED, TensorRow, block, norm, projections, with_rows
 
 ATTENTION = frozenset({"qkv", "out"})
 FFN = frozenset({"ffn"})
@@ -126,12 +125,11 @@ MINISTRAL3 = decoder_like(
 # StableLM (arXiv:2402.17834): layer norms, and RoPE of a quarter of a head.
 LAYER_NORM = Constant({"norm": "layer"})
 LAYER_NORM_OF_HEADS = {False: "none", True: "layer", None: "none"}
-HEAD_NORMS = ("blocks.attention.q_norm", "blocks.attention.k_norm")
 STABLELM = decoder_like(
     "stablelm",
     "StableLm",
-    (
-        *(row for row in ROWS if row.leaves not in HEAD_NORMS),
+    with_rows(
+        ROWS,
         TensorRow(LAYER + "self_attn.q_layernorm.norms.{}.weight", "blocks.attention.q_norm"),
         TensorRow(LAYER + "self_attn.k_layernorm.norms.{}.weight", "blocks.attention.k_norm"),
     ),
@@ -157,43 +155,12 @@ STABLELM = decoder_like(
     " by flag; norms of queries and keys; sublayers in parallel behind one norm",
 )
 
-# Starcoder2 (arXiv:2402.19173): layer norms, biases, and a feed-forward layer without a gate.
-STARCODER2 = decoder_like(
-    "starcoder2",
-    "Starcoder2",
-    (
-        *(row for row in ROWS if ".mlp." not in row.hf),
-        *block(LAYER, up="mlp.c_fc", down="mlp.c_proj"),
-    ),
-    (
-        *sizes("rms_norm_eps"),
-        *keys(norm_epsilon=1e-5),
-        Dropout("residual_dropout embedding_dropout"),
-        LAYER_NORM,
-        Choice("hidden_act", "activation", PLAIN, "gelu_pytorch_tanh"),
-        Rope(),
-        Windows(kinds=False, default_window=None),
-        Biases({"use_bias": (ATTENTION | FFN, True)}, always=frozenset({"norm"})),
-        # Of the published files, which transformers does not read.
-        IgnoredKeys(
-            "attention_softmax_in_fp32 scale_attention_softmax_in_fp32"
-            " layer_norm_epsilon mlp_type norm_type scale_attn_weights"
-        ),
-    ),
-    is_tied=True,
-    covers="layer norms with and without biases of matrices; windows",
-)
-
 # Phi-3 (arXiv:2404.14219) and Phi-4-mini (arXiv:2503.01743): LongRoPE, and one matrix for queries,
 # keys and values, and one for gate and up.
-SEPARATE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 PHI3 = decoder_like(
     "phi3",
     "Phi3",
-    (
-        *(row for row in ROWS if row.hf.split(".")[-2] not in SEPARATE),
-        *block(LAYER, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
-    ),
+    with_rows(ROWS, *block(LAYER, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")),
     (
         # The width of a head follows from the two others.
         *sizes("head_dim"),
@@ -314,8 +281,8 @@ COHERE_SIZES = sizes("head_dim rms_norm_eps")
 COHERE = decoder_like(
     "cohere",
     "Cohere",
-    (
-        *(row for row in TRUNK if row.leaves not in HEAD_NORMS),
+    with_rows(
+        TRUNK,
         TensorRow(LAYER + "self_attn.q_norm.weight", "blocks.attention.q_norm", AS_STORED),
         TensorRow(LAYER + "self_attn.k_norm.weight", "blocks.attention.k_norm", AS_STORED),
         *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
@@ -342,8 +309,8 @@ COHERE = decoder_like(
 GLM4 = decoder_like(
     "glm4",
     "Glm4",
-    (
-        *(row for row in TRUNK if row.hf.split(".")[-2] not in ("gate_proj", "up_proj")),
+    with_rows(
+        TRUNK,
         *block(
             LAYER,
             gate_up="mlp.gate_up_proj",

@@ -9,7 +9,7 @@ import numpy as np
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
-from jaxformer.interop.architectures import stated_architecture
+from jaxformer.interop.architectures import read_architecture
 from jaxformer.interop.hf_config import read_config_json
 from jaxformer.models.transformer import forward
 
@@ -28,7 +28,7 @@ class Comparison:
 
 
 def require_transformers() -> None:
-    """ConfigError where transformers or PyTorch is not installed."""
+    """Raise ConfigError where transformers or PyTorch is not installed."""
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -38,15 +38,15 @@ def require_transformers() -> None:
 
 
 def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
-    """Our logits beside those of transformers on `directory`, in float32: two rows of random
-    tokens, one of them padded."""
+    """Compare our logits with those of transformers on `directory`, in float32, on two rows of
+    random tokens, one of them padded."""
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     keys = read_config_json(directory)
-    _, architecture = stated_architecture(directory / "config.json", keys)
+    _, architecture = read_architecture(directory / "config.json", keys)
     model = getattr(transformers, architecture).from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -73,6 +73,8 @@ def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:
     # The one class of ELECTRA's discriminator has no axis there.
     hf = hf.reshape(ours.shape)
     # Of the places [B, T] without padding, or of all classes [B, C] of the rows.
-    real = mask.astype(bool) if ours.ndim == 3 else np.ones(len(ours), bool)
+    real = np.ones(len(ours), bool)
+    if ours.ndim == 3:
+        real = mask.astype(bool)
     difference = np.abs(np.asarray(ours, np.float32) - hf)[real]
     return Comparison(float(difference.max()), float(hf[real].std()))

@@ -26,12 +26,12 @@ megatron_core qalora_group_size loftq_config eva_config corda_config lora_ga_con
 ensure_weight_tying
 """
 # Initial values for which peft changes the weights of the base too, each time that it loads it.
-CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
-FITTING_SECONDS = 2.0  # for a regular expression of the file, which is a stranger's
+BASE_CHANGES = ("pissa", "corda", "olora", "loftq", "lora_ga")
+MATCH_SECONDS = 2.0  # for a regular expression of the file, which is a stranger's
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter of peft."""
+    """Return whether a directory holds an adapter of peft."""
     return (directory / ADAPTER_CONFIG).is_file()
 
 
@@ -82,14 +82,14 @@ class PeftSettings:
     target_parameters: list[str]
 
     def scale(self, module: str, rank: int) -> float:
-        """alpha / rank, or alpha / sqrt(rank) where the adapter is rank-stabilized
+        """Return alpha / rank, or alpha / sqrt(rank) where the adapter is rank-stabilized
         (arXiv:2312.03732). A key of alpha_pattern is a regular expression of a module's end."""
         import regex  # its start takes 20 ms, and only an adapter needs it
 
         alpha = self.lora_alpha
         for key, value in self.alpha_pattern.items():
             try:
-                if regex.fullmatch(rf"(.*\.)?({key})", module, timeout=FITTING_SECONDS):
+                if regex.fullmatch(rf"(.*\.)?({key})", module, timeout=MATCH_SECONDS):
                     alpha = value
                     break
             except (TimeoutError, RecursionError, regex.error, OverflowError, MemoryError) as error:
@@ -97,21 +97,26 @@ class PeftSettings:
                     f"{self.path}: alpha_pattern: {key[:80]!r} is no regular expression that can be"
                     f" matched ({type(error).__name__}: {error}): write the names of modules."
                 ) from None
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        if self.use_rslora:
+            return alpha / math.sqrt(rank)
+        return alpha / rank
 
     def is_target_parameter(self, parameter: str) -> bool:
-        """Whether target_parameters names a parameter: it is one of them, or ends with one."""
+        """Return whether target_parameters has a parameter, or an end of its name."""
         return any(f".{parameter}".endswith(f".{name}") for name in self.target_parameters)
 
 
 def read_settings(directory: Path) -> PeftSettings:
-    """The settings of an adapter. ConfigError for an option that is not computed here, by name."""
+    """Return the settings of an adapter. ConfigError for an option that is not computed here, by
+    name."""
     path = directory / ADAPTER_CONFIG
     values = read_object(path, "download it again")
     keys: dict[str, Any] = {}
     for key, (default, is_valid, words) in READ_KEYS.items():
         value = values.get(key, default)
-        keys[key] = default if value is None else value
+        keys[key] = value
+        if value is None:
+            keys[key] = default
         if not is_valid(keys[key]):
             raise _unsupported(path, key, value, words)
     neutral = NEUTRAL_KEYS.split()
@@ -119,7 +124,7 @@ def read_settings(directory: Path) -> PeftSettings:
         if key not in READ_KEYS and key not in neutral and value not in (None, False, {}, []):
             raise _unsupported(path, key, value, "false" if value is True else "null")
     initial = str(values.get("init_lora_weights", True)).lower()
-    if initial.startswith(CHANGE_THE_BASE):
+    if initial.startswith(BASE_CHANGES):
         raise ConfigError(
             f"{path}: init_lora_weights={initial!r} changes the weights of the base as well, so the"
             " saved tensors alone do not give the model. Save it from peft as a plain adapter:"
@@ -134,24 +139,28 @@ def _unsupported(path: Path, key: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(f"{path}: {key}={shown} is not supported; supported: {allowed}.")
 
 
-def base_of(directory: Path, base: str | Path | None = None) -> Path:
-    """The directory of the model that an adapter is for: `base` if it is given, else the one that
-    adapter_config.json names, relative to the current directory or to the adapter's."""
-    name = str(base) if base is not None else read_settings(directory).base_model_name_or_path
-    if name and base is None and is_remote(name) and store_of(directory).reads_in_place:
-        raise ConfigError(
-            f"the base model of {directory} is at {name!r}, which whoever made the adapter has"
-            f" chosen: name it, as in jf.load({str(directory)!r}, base={name!r}), or copy it, and"
-            f' name its directory as "base_model_name_or_path" in {directory / ADAPTER_CONFIG}.'
-        )
-    candidates = [] if not name else [located(name)]
-    if name and base is None:
-        candidates.append(directory / name)
-    found = next((candidate for candidate in candidates if candidate.is_dir()), None)
+def find_base(directory: Path, base: str | Path | None = None) -> Path:
+    """Return the directory of the model that an adapter is for: `base` if it is given, else the one
+    that adapter_config.json names, relative to the current directory or to the adapter's."""
+    if base is None:
+        name = read_settings(directory).base_model_name_or_path or ""
+        # A local adapter of a stranger makes nobody read from a URL.
+        if is_remote(name) and store_of(directory).reads_in_place:
+            raise ConfigError(
+                f"the base model of {directory} is at {name!r}, which whoever made the adapter has"
+                f" chosen: name it, as in jf.load({str(directory)!r}, base={name!r}), or copy it,"
+                f' and name its directory as "base_model_name_or_path" in'
+                f" {directory / ADAPTER_CONFIG}."
+            )
+        candidates = [located(name), directory / name]
+    else:
+        name = str(base)
+        candidates = [located(name)]
+    found = next((place for place in candidates if name and place.is_dir()), None)
     if found is None:
         raise ConfigError(
-            f"the base model of {directory}, {name!r}, is no directory here. Download a model of"
-            " the hub (hf download ID --local-dir PATH), and name its directory, as in"
+            f"the base model of {directory}, {name or None!r}, is no directory here. Download a"
+            " model of the hub (hf download ID --local-dir PATH), and name its directory, as in"
             f" jf.load({str(directory)!r}, base=PATH), or as"
             f' "base_model_name_or_path" in {directory / ADAPTER_CONFIG}.'
         )

@@ -21,10 +21,8 @@ from jaxformer.arrays.params import Weight, is_custom, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
-from jaxformer.interop.architectures import architecture_of
-from jaxformer.interop.experts import EXPERT_BLOCKS, GATE_UP
+from jaxformer.interop.architectures import find_architecture
 from jaxformer.interop.family import Copy
-from jaxformer.interop.llama import LAYER
 from jaxformer.interop.peft_config import HEAD_MODULES
 from jaxformer.interop.tensor_table import (
     CONV,
@@ -33,9 +31,7 @@ from jaxformer.interop.tensor_table import (
     LINEAR,
     SAME,
     Tensor,
-    TensorRow,
     Transform,
-    tensors,
 )
 from jaxformer.models.transformer import specs as model_specs
 
@@ -46,19 +42,6 @@ OLD_MODULES = ((r"^embed_out\b", "lm_head"),)
 # experts were modules of these names before transformers 5. Their weights are parameters to peft.
 TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 SCORE = "score"  # the output layer of a decoder's class head in transformers, without a bias
-
-
-# Where the classes of transformers 5 have the parameters of experts and routers, by model_type: the
-# name of the feed-forward, that of the router in it, and the order of gates and ups, and of downs.
-ROUTED = {
-    **dict.fromkeys(
-        ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3"), ("mlp", "gate", LINEAR, LINEAR)
-    ),
-    **dict.fromkeys(
-        ("granitemoe", "granitemoeshared"), ("block_sparse_moe", "router", LINEAR, LINEAR)
-    ),
-    "gpt_oss": ("mlp", "router", INTERLEAVED, CONV),
-}
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,7 @@ class Layout:
     renamed: tuple[tuple[str, str], ...]
 
     def obstacle(self, tensor: Tensor) -> str:
-        """Why peft cannot adapt a module as it is adapted here; empty where it can."""
+        """Return why peft cannot adapt a module as it is adapted here; empty where it can."""
         path = tensor.paths[0]
         if any(copy.of == tensor.name for copy in self.copies):
             return f"{path} is used in several places, and peft adapts one of them"
@@ -88,10 +71,15 @@ class Layout:
         """Return the modules that are saved whole: those of the branches in `learned`, and what
         peft takes for the head of a classifier."""
         modules = set()
-        head = {n: t for n, t in self.tensors.items() if n.split(".")[0] in HEAD_MODULES}
+        has_adapter = False
+        for name, tensor in self.tensors.items():
+            branch = name.split(".")[0]
+            if branch in HEAD_MODULES:
+                modules.add(branch)
+                has_adapter |= any(isinstance(leaves[path], LowRank) for path in tensor.paths)
         # A head with an adapter has not learned itself.
-        if not any(isinstance(leaves[path], LowRank) for t in head.values() for path in t.paths):
-            modules = {name.split(".")[0] for name in head}
+        if has_adapter:
+            modules.clear()
         if SCORE in modules and np.any(np.asarray(leaves["head.bias"])):
             raise ConfigError(
                 "head.bias is not zero, and the class head of a decoder has no bias in"
@@ -122,7 +110,7 @@ def is_in(name: str, modules: Collection[str]) -> bool:
     return any(name.startswith(f"{module}.") for module in modules)
 
 
-def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
+def adapter_layout(config: ModelConfig, architecture: str | None = None) -> Layout:
     """Return the modules of the architecture that is exactly `config`, or of the one named; a
     decoder with a class head is one of transformers' ...ForSequenceClassification."""
     has_score = (config.family, config.output) == ("decoder", "classes")
@@ -136,35 +124,29 @@ def layout_of(config: ModelConfig, architecture: str | None = None) -> Layout:
         weight = rows(model_specs(config))["head.weight"]
         score = Tensor(f"{SCORE}.weight", ("head.weight",), (), (weight,), SAME)
         config = with_settings(config, {"head.kind": "language", "tied_head": False})
-    family, _ = architecture_of(config, architecture)
-    plan = family.modules(config)
+    family, _ = find_architecture(config, architecture)
+    plan = family.tensors(config, in_class=True)
     copies = family.copies(config)
     if has_score:
-        trunk = [each for each in family.tensors(config) if not each.paths[0].startswith("head.")]
-        plan = [*trunk, score]
+        plan = [tensor for tensor in plan if not tensor.paths[0].startswith("head.")]
+        plan.append(score)
         copies = ()
 
     by_name = {_in_class(tensor.name): tensor for tensor in plan}
-    routed: tuple[TensorRow, ...] = ()
-    if family.model_type in ROUTED:
-        mlp, router, gate_up, down = ROUTED[family.model_type]
-        # In the order of the class.
-        routed = (
-            TensorRow(f"{LAYER}{mlp}.{router}.weight", f"{EXPERT_BLOCKS}router", LINEAR),
-            TensorRow(f"{LAYER}{mlp}.experts.gate_up_proj", GATE_UP, gate_up),
-            TensorRow(f"{LAYER}{mlp}.experts.down_proj", f"{EXPERT_BLOCKS}down", down),
-        )
-    parameters = {tensor.name: tensor for tensor in tensors(routed, model_specs(config))}
+    parameters = {}
     modules = {}
     for name, tensor in by_name.items():
-        # No linear layer of transformers holds experts or their router.
-        is_routed = tensor.has_experts or tensor.paths[0].endswith("experts.router")
-        if not tensor.specs[0].is_matrix or not name.endswith(".weight") or is_routed:
+        if not tensor.specs[0].is_matrix:
             continue
-        module = name.removesuffix(".weight")
-        modules[module] = tensor
-        if parameters and module.rpartition(".")[2] in TAKEN_FOR_EXPERTS:
-            parameters[f"{module}.weight"] = tensor
+        # No linear layer of transformers holds experts or their router.
+        if tensor.experts or tensor.paths[0].endswith("experts.router"):
+            parameters[name] = tensor
+        elif name.endswith(".weight"):
+            modules[name.removesuffix(".weight")] = tensor
+    if parameters:
+        for module, tensor in modules.items():
+            if module.rpartition(".")[2] in TAKEN_FOR_EXPERTS:
+                parameters[f"{module}.weight"] = tensor
     return Layout(
         tensors=by_name,
         modules=modules,
@@ -211,7 +193,7 @@ def matrix_shapes(tensor: Tensor, rank: int) -> tuple[tuple[int, int], tuple[int
 def split_matrices(
     tensor: Tensor, lora_a: np.ndarray, lora_b: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """a [I..., R] and b [R, O...] of each leaf of a module, from peft's [R, inputs] and
+    """Return a [I..., R] and b [R, O...] of each leaf of a module, from peft's [R, inputs] and
     [outputs, R]; the leaves have the same a. Of experts, a [E, I..., R] and b [E, R, O...] from
     [E R, inputs] and [outputs, R E]."""
     count = tensor.experts or 1
@@ -233,8 +215,8 @@ def split_matrices(
 def join_matrices(
     tensor: Tensor, a: np.ndarray, bs: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """peft's [E R, inputs] and [outputs, R E], from the leaves' common a [E, inputs, R] and the b
-    [E, R, outputs] of each; E is 1 where there are no experts."""
+    """Return peft's [E R, inputs] and [outputs, R E], from the leaves' common a [E, inputs, R] and
+    the b [E, R, outputs] of each; E is 1 where there are no experts."""
     count, inputs, rank = a.shape
     b_specs = [low_rank(spec, rank, 1.0).b for spec in tensor.specs]
     columns = [_order(tensor).join([b[e] for b in bs], b_specs) for e in range(count)]
@@ -247,4 +229,6 @@ def _order(tensor: Tensor) -> Transform:
     has this shape also over weights that are stored as [inputs, outputs], and over embeddings."""
     if tensor.transform is INTERLEAVED:
         return IN_TURN
-    return LINEAR if tensor.transform in (SAME, CONV) else tensor.transform
+    if tensor.transform in (SAME, CONV):
+        return LINEAR
+    return tensor.transform

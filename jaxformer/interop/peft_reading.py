@@ -29,7 +29,7 @@ from jaxformer.interop.peft_modules import (
     PREFIX,
     SCORE,
     Layout,
-    layout_of,
+    adapter_layout,
     matrix_names,
     matrix_shapes,
     parameter_modules,
@@ -95,9 +95,9 @@ SavedTensor = tuple[Tensor, str]  # that an adapter has saved whole, and its nam
 
 
 def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], list[SavedTensor]]:
-    """Where the tensors of an adapter belong: the adapted modules of a model, and the tensors that
-    are saved whole, as a new head. ConfigError for a tensor that fits nowhere, has another shape or
-    is missing."""
+    """Return where the tensors of an adapter belong: the adapted modules of a model, and the
+    tensors that are saved whole, as a new head. ConfigError for a tensor that fits nowhere, has
+    another shape or is missing."""
     settings = stored.settings
 
     def misfit(problem: str) -> ConfigError:
@@ -115,8 +115,8 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
         parameter: (names.get(module, module), layout.parameters[parameter])
         for parameter, module in expected.items()
     }
-    of_parameters = {module for module, _ in adapters.values()}
-    modules = [module for module in stored_modules if module not in of_parameters]
+    parameter_names = {module for module, _ in adapters.values()}
+    modules = [module for module in stored_modules if module not in parameter_names]
     names = matched(modules, layout.modules, layout.prefix, layout.renamed)
     if unknown := sorted({*modules} - {*names.values()}):
         raise misfit(
@@ -136,10 +136,10 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
             if (module, end) not in stored.matrices:
                 raise misfit(f"{module}.{end}: not in {ADAPTER_WEIGHTS}")
             pair.append(stored.matrices[module, end])
-        # The first axis; a scalar has none.
-        rank = [*stored.shape(pair[0]), 0][0] // (tensor.experts or 1)
+        shape = stored.shape(pair[0])
+        rank = shape[0] // (tensor.experts or 1) if shape else 0
         if not rank:
-            raise misfit(f"{pair[0]}: {[*stored.shape(pair[0])]} in the file, which is of no rank")
+            raise misfit(f"{pair[0]}: {[*shape]} in the file, which is of no rank")
         shapes |= zip(pair, matrix_shapes(tensor, rank), strict=True)
         scale = settings.scale(name, rank)
         adapted_modules.append(AdaptedModule(tensor, (pair[0], pair[1]), rank, scale))
@@ -204,7 +204,7 @@ def adapted_config(directory: Path, config: ModelConfig) -> ModelConfig:
 
 
 def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> Params:
-    """`params` with the adapter of a peft directory (adapter_config.json and
+    """Return `params` with the adapter of a peft directory (adapter_config.json and
     adapter_model.safetensors).
 
     Args:
@@ -220,14 +220,16 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
     tensors.
     """
     stored = stored_in(located(directory))
-    modules, saved = fitted(stored, layout_of(config))
+    modules, saved = fitted(stored, adapter_layout(config))
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    of_params = getattr(jax.tree.leaves(params)[0], "sharding", one_device)
-    mesh = getattr(of_params, "mesh", None)
+    sharding_of_params = getattr(jax.tree.leaves(params)[0], "sharding", one_device)
+    mesh = getattr(sharding_of_params, "mesh", None)
 
     def put(spec: Spec, value: np.ndarray) -> jax.Array:
         # Beside the leaves of the params.
-        sharding = of_params if mesh is None else parameter_sharding(mesh, spec.shape, spec.axes)
+        sharding = sharding_of_params
+        if mesh is not None:
+            sharding = parameter_sharding(mesh, spec.shape, spec.axes)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     leaves = _with_saved(stored, saved, params, config, put)
@@ -312,10 +314,10 @@ def _with_saved(
     return leaves
 
 
-def learned_of(directory: Path, config: ModelConfig) -> tuple[str, ...]:
+def learned_branches(directory: Path, config: ModelConfig) -> tuple[str, ...]:
     """Return the branches of the params of a model that its adapter has saved whole, beside those
     that it adapts."""
-    modules, saved = fitted(stored_in(directory), layout_of(config))
+    modules, saved = fitted(stored_in(directory), adapter_layout(config))
     adapted = {path for module in modules for path in module.tensor.paths}
     paths = [path for tensor, _ in saved for path in tensor.paths if path not in adapted]
     return tuple(dict.fromkeys(path.split(".")[0] for path in paths))

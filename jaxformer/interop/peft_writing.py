@@ -25,14 +25,14 @@ from jaxformer.interop.peft_config import (
 from jaxformer.interop.peft_modules import (
     PREFIX,
     Layout,
+    adapter_layout,
     is_in,
     join_matrices,
-    layout_of,
     matrix_names,
     parameter_modules,
 )
 from jaxformer.interop.tensor_files import as_stored
-from jaxformer.interop.tensor_table import CONV, Tensor, tensor_of
+from jaxformer.interop.tensor_table import CONV, Tensor, joined_tensor
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.transformer import without_objective
 
@@ -55,9 +55,11 @@ class PeftModule(NamedTuple):
 
     @property
     def alpha(self) -> float:
-        """scale = alpha / rank, in so many digits that `scale` is the same float32."""
+        """Return alpha = scale * rank, in so many digits that `scale` is the same float32."""
         alpha = float(f"{self.scale * self.rank:.8g}")
-        return int(alpha) if alpha == int(alpha) else alpha
+        if alpha.is_integer():
+            return int(alpha)
+        return alpha
 
 
 def save_adapter(
@@ -70,7 +72,7 @@ def save_adapter(
     architecture: str | None = None,
     dtype: str = "float32",
 ) -> list[Path]:
-    """Writes the adapter of `params` (`jf.adapt`) for peft: adapter_config.json and
+    """Write the adapter of `params` (`jf.adapt`) for peft: adapter_config.json and
     adapter_model.safetensors, which peft.PeftModel.from_pretrained puts on the model of
     transformers. Returns their paths.
 
@@ -98,7 +100,7 @@ def save_adapter(
     directory = Path(path)
     if (directory / "config.json").is_file():
         raise ConfigError(f"{directory} has the config.json of a model: choose another directory.")
-    layout = layout_of(config, architecture)
+    layout = adapter_layout(config, architecture)
     leaves = flat_leaves(params, is_custom)
 
     modules: dict[str, PeftModule] = {}
@@ -124,7 +126,7 @@ def save_adapter(
 
     saved_modules = layout.saved_modules(leaves, learned)
     tensors = {
-        PREFIX + name: tensor_of(tensor, leaves)
+        PREFIX + name: joined_tensor(tensor, leaves)
         for name, tensor in layout.tensors.items()
         if is_in(name, saved_modules)
     }
@@ -235,12 +237,14 @@ def _settings(
 
 
 def _targets(adapted: Iterable[str], modules: Iterable[str], names: int = 1) -> list[str]:
-    """Names that fit the adapted modules and no others: the last of the `names` in the path where
+    """Return names that fit the adapted modules and no others: the last `names` of the path where
     all modules with them are adapted, and else whole paths."""
     adapted = {*adapted}
 
     def end(name: str) -> str:
         return ".".join(name.split(".")[-names:])
 
-    ambiguous = {end(name) for name in modules if name not in adapted}
-    return sorted({name if end(name) in ambiguous else end(name) for name in adapted})
+    others = {end(name) for name in modules if name not in adapted}
+    targets = {end(name) for name in adapted} - others
+    targets |= {name for name in adapted if end(name) in others}
+    return sorted(targets)

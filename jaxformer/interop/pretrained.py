@@ -33,17 +33,18 @@ from jaxformer.config.format import human_count
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError, first_of, store_of, write_text
-from jaxformer.interop.architectures import architecture_of, stated_architecture
+from jaxformer.interop.architectures import find_architecture, read_architecture
 from jaxformer.interop.family import Family
 from jaxformer.interop.gguf_files import GgufFiles, is_gguf
 from jaxformer.interop.hf_config import (
     HFConfig,
     check_dtype,
     is_pretrained,
-    problem_type_of,
+    quantization_method,
     read_config_json,
+    read_problem_type,
 )
-from jaxformer.interop.sentence_modules import stated_pooling, write_modules
+from jaxformer.interop.sentence_modules import read_pooling, write_modules
 from jaxformer.interop.tensor_files import (
     TensorFiles,
     copied_model,
@@ -51,7 +52,7 @@ from jaxformer.interop.tensor_files import (
     names_in_index,
     write_tensors,
 )
-from jaxformer.interop.tensor_table import Tensor, leaf_reader, matched, tensor_of
+from jaxformer.interop.tensor_table import Tensor, joined_tensor, leaf_reader, matched
 from jaxformer.layers.block import CROSS
 from jaxformer.layers.head import total_divisor
 from jaxformer.layers.norm import NORMS
@@ -79,7 +80,7 @@ class SavedTokenizer(Protocol):
 
 
 def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
-    """The config of a model directory.
+    """Return the config of a model directory.
 
     With weights=False the files of weights need not be there: then config.json says what the model
     is, with the names in the index of the weights if that is there.
@@ -89,7 +90,7 @@ def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
         return open_pretrained(directory).config
     path = directory / "config.json"
     values = read_config_json(directory)
-    family, architecture = stated_architecture(path, values)
+    family, architecture = read_architecture(path, values)
     names = names_in_index(directory)
     hf = HFConfig(values, None if names is None else family.named(names))
     return _config_of(path, hf, family, architecture)
@@ -147,9 +148,9 @@ def load_pretrained(
 def _placed(
     read: Callable[[tuple[slice, ...]], np.ndarray], spec: Spec, sharding: Sharding, dtype: str
 ) -> jax.Array:
-    """A leaf on its devices. Of a small one the host holds all numbers until they are there; a
-    large one is made on the devices and filled with rows of its first axis, `HOST_BYTES` or one row
-    at a time."""
+    """Return a leaf on its devices. Of a small one the host holds all numbers until they are there;
+    a large one is made on the devices and filled with rows of its first axis, `HOST_BYTES` or one
+    row at a time."""
     itemsize = jnp.dtype(dtype).itemsize
     if math.prod(spec.shape) * itemsize <= HOST_BYTES:
         array = jax.make_array_from_callback(spec.shape, sharding, lambda index: read(index or ()))
@@ -197,8 +198,8 @@ class Opened(NamedTuple):
     unknown: list[str]
 
     def checked_names(self, plan: list[Tensor]) -> dict[str, str]:
-        """The name in the files of each tensor. ConfigError with all tensors that are missing,
-        unexpected, or of another shape."""
+        """Return the name in the files of each tensor. ConfigError with all tensors that are
+        missing, unexpected, or of another shape."""
         family = self.family
         files = self.files
         copies = family.copies(self.config)
@@ -211,11 +212,10 @@ class Opened(NamedTuple):
         for tensor in plan:
             name = names.get(tensor.name, tensor.name)
             entry = entries.get(name)
-            if entry is None or entry.shape != tensor.shape:
-                stored = (
-                    f"{list(entry.shape)} in {entry.file}" if entry else f"not in {files.listing}"
-                )
-                problems.append(f"{name}: {stored}, and config.json asks for {list(tensor.shape)}")
+            if entry and entry.shape == tensor.shape:
+                continue
+            stored = f"{list(entry.shape)} in {entry.file}" if entry else f"not in {files.listing}"
+            problems.append(f"{name}: {stored}, and config.json asks for {list(tensor.shape)}")
         for name in sorted({*entries} - {*names.values()}):
             if not any(re.search(pattern, name) for pattern in family.ignored):
                 problems.append(
@@ -223,19 +223,20 @@ class Opened(NamedTuple):
                     " config.json has no such tensor"
                 )
         for copy in copies:
-            if copy.checked and copy.name in names and copy.of in names:
-                name = names[copy.name]
-                of = names[copy.of]
-                if not files.are_equal(name, of):
-                    problems.append(
-                        f"{name}: in {entries[name].file} not equal to {of}, its original"
-                    )
+            if not copy.checked or not {copy.name, copy.of} <= names.keys():
+                continue
+            name = names[copy.name]
+            original = names[copy.of]
+            if not files.are_equal(name, original):
+                problems.append(
+                    f"{name}: in {entries[name].file} not equal to {original}, its original"
+                )
         for key in computed.keys() & names.keys():
             table = files.read(names[key]).astype(np.float32)
+            expected_table = computed[key]
+            is_equal = table.shape == expected_table.shape
             # bfloat16 has two digits.
-            if table.shape != computed[key].shape or not np.allclose(
-                table, computed[key], atol=1e-2
-            ):
+            if not is_equal or not np.allclose(table, expected_table, atol=1e-2):
                 problems.append(f"{names[key]}: not the table that {family.model_type} computes")
         if problems:
             raise ConfigError(
@@ -252,17 +253,18 @@ def open_pretrained(location: Path) -> Opened:
         path = store_of(location).local_copy()
         files = GgufFiles(path)
         values = files.values
-        family, architecture = stated_architecture(path, values)
+        family, architecture = read_architecture(path, values)
     else:
         directory = copied_model(location)
         path = directory / "config.json"
         values = read_config_json(directory)
-        family, architecture = stated_architecture(path, values)
-        files = family.files(directory, values)
+        family, architecture = read_architecture(path, values)
+        reader = family.packed.get(quantization_method(values), TensorFiles)
+        files = reader(directory)
     hf = HFConfig(values, family.named(files.entries))
     config = _config_of(path, hf, family, architecture)
     if config.output not in ("classes", "projection") and not is_gguf(location):
-        pooling = stated_pooling(location)
+        pooling = read_pooling(location)
         if pooling != "auto":
             config = with_settings(config, {"head.pooling": pooling})
 
@@ -293,24 +295,22 @@ def open_pretrained(location: Path) -> Opened:
             originals = matched(files.entries, (copy.of,), family.prefix, family.renamed)
             if copy.of not in originals or not files.are_equal(copy.name, originals[copy.of]):
                 config = dataclasses.replace(config, tied_head=False)
-    problem_type = problem_type_of(values, path) if config.output == "classes" else ""
+    problem_type = read_problem_type(values, path) if config.output == "classes" else ""
     return Opened(location, family, config, names, problem_type, files, hf.unknown())
 
 
 def _config_of(path: Path, hf: HFConfig, family: Family, architecture: str) -> ModelConfig:
-    """The config that a config.json at `path` describes."""
+    """Return the config that a config.json at `path` describes."""
     try:
         config = family.read(hf, architecture)
         model_specs(config)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:  # of a wrong type
         # The message names fields of ModelConfig; the file has other names for some of them.
-        keys = [
-            f"model.{field} is {key} there"
-            for field, key in family.keys().items()
-            if f"{field}=" in str(error)
-        ]
-        named = f"\n({', '.join(keys)})" if keys else ""
-        raise ConfigError(f"{path}: {error}{named}") from None
+        message = f"{path}: {error}"
+        for field, key in family.keys().items():
+            if f"{field}=" in str(error):
+                message += f"\n(model.{field} is {key} there)"
+        raise ConfigError(message) from None
     return config
 
 
@@ -326,8 +326,8 @@ def save_pretrained(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Writes a model directory that transformers, vLLM and llama.cpp's converter read; returns the
-    files of weights.
+    """Write a model directory that transformers, vLLM and llama.cpp's converter read, and return
+    the files of weights.
 
     The architecture is the first that is exactly `config`, or the one named. `dtype` is that of the
     weights (default: that of the params). A file of weights has at most `shard_bytes`; the host
@@ -363,28 +363,28 @@ def save_pretrained(
             " directory."
         )
     try:
-        family, name = architecture_of(config, architecture)
+        family, name = find_architecture(config, architecture)
     except ConfigError:
         if not config.mup_base:
             raise
         params, config = standard_form(params, config)
-        family, name = architecture_of(config, architecture)
+        family, name = find_architecture(config, architecture)
 
     leaves = flat_leaves(params)
     plan = {tensor.name: tensor for tensor in family.tensors(config)}
     plan |= {copy.name: plan[copy.of] for copy in family.copies(config) if copy.written}
     computed = family.computed(config)
     stored = dtype or str(next(iter(leaves.values())).dtype)
-    shapes = {
-        key: (tensor.shape, jnp.dtype(dtype or leaves[tensor.paths[0]].dtype))
-        for key, tensor in plan.items()
-    }
-    shapes |= {key: (table.shape, jnp.dtype(stored)) for key, table in computed.items()}
+    shapes = {key: (table.shape, jnp.dtype(stored)) for key, table in computed.items()}
+    for key, tensor in plan.items():
+        shapes[key] = (tensor.shape, jnp.dtype(dtype or leaves[tensor.paths[0]].dtype))
 
-    def tensor_named(key: str) -> np.ndarray:
-        return computed[key] if key in computed else tensor_of(plan[key], leaves)
+    def make_tensor(key: str) -> np.ndarray:
+        if key in computed:
+            return computed[key]
+        return joined_tensor(plan[key], leaves)
 
-    files = write_tensors(directory, dict(sorted(shapes.items())), tensor_named, shard_bytes)
+    files = write_tensors(directory, dict(sorted(shapes.items())), make_tensor, shard_bytes)
     keys: dict[str, Any] = {"torch_dtype": stored}
     keys |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if tokenizer is not None:
@@ -394,7 +394,9 @@ def save_pretrained(
         # These begin a target.
         keys.pop("decoder_start_token_id", None)
         keys.pop("forced_bos_token_id", None)
-    keys |= {key: value for key, value in family.required_ids.items() if keys[key] is None}
+    for key, value in family.required_ids.items():
+        if keys[key] is None:
+            keys[key] = value
     keys |= family.write(config, name)
     if config.output not in ("classes", "projection") and config.text_pooling in ("first", "last"):
         write_modules(directory, config.text_pooling, config.d_model)
@@ -409,7 +411,7 @@ def save_pretrained(
 
 
 def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
-    """The standard model that computes the logits of one in muP, up to rounding.
+    """Return the standard model that computes the logits of one in muP, up to rounding.
 
     The factor of the scores is in the queries, or in their norm, and the divisor of the logits of a
     tied head is in an output matrix of its own. It is for inference and export: further training
@@ -426,7 +428,10 @@ def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelCon
             return leaf
         if name == "q_norm":
             return factor * (offset + leaf) - offset
-        return factor * leaf if name in ("q", "q_bias") and not has_norm else leaf
+        # A norm of the queries would divide by a factor before it.
+        if name in ("q", "q_bias") and not has_norm:
+            return factor * leaf
+        return leaf
 
     if factor != 1:
         params = jax.tree.map_with_path(scaled, params)

@@ -29,8 +29,9 @@ SCALING_KEYS: dict[str, dict[str, str]] = {
         "long_factor": "rope.long_factor",
     },
 }
+NOUNS = {bool: "true or false", float: "a number", str: "a list of numbers"}
 ORIGINAL = "original_max_position_embeddings"
-WITH_ORIGINAL = ("yarn", "llama3", "longrope")  # scalings with that key
+SCALED_BY_ORIGINAL = ("yarn", "llama3", "longrope")  # scalings with that key
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", ORIGINAL}
 MSCALES = ("mscale", "mscale_all_dim")  # of YaRN, instead of attention_factor
 
@@ -41,8 +42,8 @@ class Rope(KeyMapping):
     does not say: the base, the rotated part of a head, and the base of layers with a window.
     `original` is (key, default) of the length before scaling where it is beside rope_parameters.
     `kinds` are the scalings: LongRoPE is Phi-3's, and other readers of Llama do not know it.
-    `needed`: every file states it, and which of all scalings. Where `local` is `theta`, only
-    rope_parameters tells the two bases apart."""
+    `needed`: every file has rope_parameters. Where `local` is `theta`, only rope_parameters tells
+    the two bases apart."""
 
     theta: tuple[str, float] = ("rope_theta", 10_000.0)
     fraction: tuple[str, float] | None = None
@@ -59,24 +60,24 @@ class Rope(KeyMapping):
             # Parameters by kind of layer; older files have one table for both kinds.
             windowed = parameters.get(SLIDING) or {}
             parameters = parameters.get(FULL) or parameters
-        # As transformers does: rope_scaling replaces rope_parameters, theta included. Where layers
-        # of two kinds have bases of their own, it is added to the parameters of one kind.
-        stated = {**parameters, **scaling} if self.local else scaling or parameters
-        if self.needed and not stated:
+            entry = parameters | scaling
+        else:
+            # As transformers does: rope_scaling replaces rope_parameters, theta included.
+            entry = scaling or parameters
+        if self.needed and not entry:
             raise hf.unsupported("rope_parameters", None, [{"rope_type": "default"}])
-        entry = dict(stated)
         if self.original:
-            entry[ORIGINAL] = hf.number(*self.original)
+            entry = entry | {ORIGINAL: hf.number(*self.original)}
         rotation: ConfigFields = {
             "positions": "rope",
-            "rope.theta": _stated(hf, entry, "rope_theta", self.theta),
-            "rope.fraction": _stated(hf, entry, "partial_rotary_factor", self.fraction),
+            "rope.theta": _number(hf, entry, "rope_theta", self.theta),
+            "rope.fraction": _number(hf, entry, "partial_rotary_factor", self.fraction),
         }
         if not self.fraction and rotation["rope.fraction"] != 1:
             raise hf.unsupported("partial_rotary_factor", rotation["rope.fraction"], [1.0])
         if self.local:
             _scaling(hf, windowed, ("default",))
-            rotation["rope.window_theta"] = _stated(hf, windowed, "rope_theta", self.local)
+            rotation["rope.window_theta"] = _number(hf, windowed, "rope_theta", self.local)
         return rotation | _scaling(hf, entry, self.kinds)
 
     def write(self, config: ModelConfig) -> Keys:
@@ -96,7 +97,7 @@ class Rope(KeyMapping):
                 # Older readers do not know YaRN's flag, which is true in them.
                 if value is not True:
                     scaling[key] = [*numbers_of(value)] if isinstance(value, str) else value
-            if kind in WITH_ORIGINAL:
+            if kind in SCALED_BY_ORIGINAL:
                 scaling[ORIGINAL] = config.original_length
             if self.original:
                 # LongRoPE with the keys that transformers 4 demands of Phi-3, and no others but for
@@ -123,23 +124,28 @@ class Rope(KeyMapping):
         return keys
 
 
-def _stated(
+def _number(
     hf: HFConfig, entry: dict[str, Any], name: str, instead: tuple[str, float] | None
 ) -> float:
     """Return the number of an entry of rope_parameters; where there is none, that of the key
     `instead`, which has a default, or 1."""
     if entry.get(name) is not None:
         return float(hf.checked_number(f"rope_parameters.{name}", entry[name]))
-    return float(hf.number(*instead)) if instead else 1.0
+    if instead:
+        return float(hf.number(*instead))
+    return 1.0
 
 
 def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> ConfigFields:
     """Return the fields of a scaling; none where it changes nothing."""
     kind = entry.get("rope_type", entry.get("type", "default")) or "default"
-    kind = "longrope" if kind == "su" else kind  # as in older files
+    if kind == "su":
+        kind = "longrope"  # older files have the first name of the method
     if kind not in allowed:
         raise hf.unsupported("rope_type", kind, allowed)
-    read_keys = ROPE_KEYS | SCALING_KEYS[kind].keys() | ({*MSCALES} if kind == "yarn" else set())
+    read_keys = ROPE_KEYS | SCALING_KEYS[kind].keys()
+    if kind == "yarn":
+        read_keys.update(MSCALES)
     for key, value in entry.items():
         if key not in read_keys and value is not None:
             raise hf.unsupported(f"rope_parameters.{key}", value, [None])
@@ -147,8 +153,9 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     original = hf.checked_number(ORIGINAL, entry.get(ORIGINAL) or length)
     factor = entry.get("factor")
     if factor is None:
-        # That of these two follows from the two lengths.
-        factor = length / original if kind in ("yarn", "longrope") else 1
+        factor = 1
+        if kind in ("yarn", "longrope"):
+            factor = length / original
     factor = float(hf.checked_number("rope_parameters.factor", factor))
     scaling: ConfigFields = {}
     for key, field in SCALING_KEYS[kind].items():
@@ -156,18 +163,16 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
         name = f"rope_parameters.{key}"
         if value is None:
             continue
-        if TYPES[field] is bool and not isinstance(value, bool):
-            raise hf.unsupported(name, value, [True, False])
-        if TYPES[field] is str and not isinstance(value, list):
-            raise hf.unsupported(name, value, ["a list of numbers"])
-        if TYPES[field] is str:
+        if isinstance(value, list):
             value = " ".join(str(float(hf.checked_number(name, number))) for number in value)
-        elif TYPES[field] is float:
-            value = float(hf.checked_number(name, value))
+        elif type(value) is int:
+            value = float(value)
+        if not isinstance(value, TYPES[field]):
+            raise hf.unsupported(name, entry[key], [NOUNS[TYPES[field]]])
         scaling[field] = value
     if kind == "yarn" and "rope.attention_factor" not in scaling and all(map(entry.get, MSCALES)):
         # The factor is m(mscale) / m(mscale_all_dim), m(x) = 1 + 0.1 x ln(factor) (DeepSeek).
-        log = math.log(factor) if factor > 1 else 0.0
+        log = math.log(max(factor, 1))
         numbers = [hf.checked_number(f"rope_parameters.{key}", entry[key]) for key in MSCALES]
         scales = [1 + 0.1 * number * log for number in numbers]
         scaling["rope.attention_factor"] = scales[0] / scales[1]
@@ -180,7 +185,7 @@ def _scaling(hf: HFConfig, entry: dict[str, Any], allowed: tuple[str, ...]) -> C
     if kind == "dynamic":
         # config.json has the length before scaling.
         scaling["max_length"] = int(length * factor)
-    elif kind in WITH_ORIGINAL:
+    elif kind in SCALED_BY_ORIGINAL:
         scaling["rope.original_length"] = original
     return scaling
 
@@ -195,8 +200,9 @@ class Length(KeyMapping):
         return {"max_length": hf.number("max_position_embeddings", self.default)}
 
     def write(self, config: ModelConfig) -> Keys:
-        dynamic = config.rope.scaling == "dynamic"
-        length = config.original_length if dynamic else config.max_length
+        length = config.max_length
+        if config.rope.scaling == "dynamic":
+            length = config.original_length
         return {"max_position_embeddings": length}
 
 

@@ -23,7 +23,7 @@ TEXT_SETTINGS = "sentence_*_config.json"
 ADVICE = "compute the vectors with sentence-transformers, or remove modules.json to load the model"
 
 
-def stated_pooling(directory: Path) -> Pooling:
+def read_pooling(directory: Path) -> Pooling:
     """Return the `model.head.pooling` that the modules of a directory ask for, "auto" where it has
     none. Raises ConfigError for a module, a pooling, a prompt, or a change of the texts or of the
     vectors that jaxformer does not follow."""
@@ -31,31 +31,35 @@ def stated_pooling(directory: Path) -> Pooling:
     if not path.is_file():
         return "auto"
 
-    def unfollowed(path: Path, stated: str, remedy: str) -> ConfigError:
-        return ConfigError(f"{path} {stated}, which is not followed: {remedy}.")
+    def unfollowed(path: Path, said: str, remedy: str) -> ConfigError:
+        return ConfigError(f"{path} {said}, which is not followed: {remedy}.")
 
     modules = parse_object(f'{{"modules": {read_text(path)}}}', str(path), ADVICE)["modules"]
     pooling: Pooling | None = None
     pools_prompt = True
-    for module in modules if isinstance(modules, list) else [modules]:
+    if not isinstance(modules, list):
+        modules = [modules]
+    for module in modules:
         keys = module if isinstance(module, dict) else {}
         kind = str(keys.get("type")).rpartition(".")[2]
         if kind == "Pooling":
             place = directory / str(keys.get("path")) / "config.json"
             keys = read_object(place, ADVICE)
-            mode = keys.get("pooling_mode")
-            if mode is None:
-                mode = [name for name, (key, _) in POOLING_KEYS.items() if keys.get(key)]
-            names = mode if isinstance(mode, list) else [mode]
-            _, pooling = POOLING_KEYS.get(" with ".join(map(str, names or ["mean"])), ("", None))
+            names = keys.get("pooling_mode")
+            if names is None:
+                names = [name for name, (key, _) in POOLING_KEYS.items() if keys.get(key)]
+            if not isinstance(names, list):
+                names = [names]
+            # Without any the library takes the mean.
+            name = " with ".join(map(str, names)) or "mean"
+            _, pooling = POOLING_KEYS.get(name, ("", None))
             if pooling is None:
-                asked = f"asks for the pooling {' with '.join(map(str, names))}"
-                raise unfollowed(place, asked, f"cls, mean and lasttoken are; {ADVICE}")
+                remedy = f"cls, mean and lasttoken are; {ADVICE}"
+                raise unfollowed(place, f"has the pooling {name}", remedy)
             pools_prompt = keys.get("include_prompt") is not False
         elif kind not in ("Transformer", "Normalize"):
-            stated = f"has the module {str(keys.get('type'))!r}"
             remedy = f"Transformer, Pooling and Normalize are; {ADVICE}"
-            raise unfollowed(path, stated, remedy)
+            raise unfollowed(path, f"has the module {str(keys.get('type'))!r}", remedy)
     if pooling is None:
         raise ConfigError(f"{path} has no module Pooling: {ADVICE}.")
 
@@ -71,43 +75,44 @@ def stated_pooling(directory: Path) -> Pooling:
         remedy = "take so many numbers of each vector, and set it to null"
         raise unfollowed(path, f"has truncate_dim={width}", remedy)
     prompts = settings.get("prompts")
-    prompts = prompts if isinstance(prompts, dict) else {}
+    if not isinstance(prompts, dict):
+        prompts = {}
     if not pools_prompt and any(prompts.values()):
-        stated = "has prompts that are no part of the vectors (include_prompt)"
-        raise unfollowed(path, stated, ADVICE)
-    name = settings.get("default_prompt_name")
-    if name is not None and prompts.get(name):
-        stated = f"puts the prompt {str(prompts[name])!r} before each text"
+        said = "has prompts that are no part of the vectors (include_prompt)"
+        raise unfollowed(path, said, ADVICE)
+    prompt = prompts.get(settings.get("default_prompt_name"))
+    if prompt:
         remedy = "write it before the texts, and set default_prompt_name to null"
-        raise unfollowed(path, stated, remedy)
+        raise unfollowed(path, f"puts the prompt {str(prompt)!r} before each text", remedy)
     return pooling
 
 
-def stated_length(directory: Path, settings: Mapping[str, Any]) -> float | None:
+def read_text_length(directory: Path, settings: Mapping[str, Any]) -> float | None:
     """Return the number of tokens at which sentence-transformers cuts a text, as its settings for
     texts or else those of the tokenizer say; None where they say nothing. Raises ConfigError where
     that is no number."""
-    stated = [
+    lengths = [
         (path, "max_seq_length", read_object(path, ADVICE).get("max_seq_length"))
         for path in sorted(directory.glob(TEXT_SETTINGS))
     ]
     file = directory / "tokenizer_config.json"
-    stated.append((file, "model_max_length", settings.get("model_max_length")))
-    for path, key, length in stated:
-        if length is not None:
-            if type(length) not in (int, float) or not length >= 1:  # NaN is not
-                raise ConfigError(
-                    f"{path} has {key}={str(length)[:80]}, which must be a number of at least 1:"
-                    " correct it, or remove it to have no limit."
-                )
-            return float(length)
+    lengths.append((file, "model_max_length", settings.get("model_max_length")))
+    for path, key, length in lengths:
+        if length is None:
+            continue
+        if type(length) not in (int, float) or not length >= 1:  # NaN is not
+            raise ConfigError(
+                f"{path} has {key}={str(length)[:80]}, which must be a number of at least 1:"
+                " correct it, or remove it to have no limit."
+            )
+        return float(length)
     return None
 
 
 def write_modules(directory: Path, pooling: str, width: int) -> None:
-    """Writes the modules of a model whose vectors are not the mean of the tokens, which
+    """Write the modules of a model whose vectors are not the mean of the tokens, which
     sentence-transformers takes where there are none."""
-    (name,) = (name for name, (_, stated) in POOLING_KEYS.items() if stated == pooling)
+    (name,) = (name for name, (_, value) in POOLING_KEYS.items() if value == pooling)
     modules = [
         {
             "idx": index,

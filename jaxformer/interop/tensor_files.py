@@ -67,15 +67,18 @@ class TensorFiles:
         self.entries: dict[str, Entry] = {}
         index = directory / INDEX
         self.listing = only or SINGLE
+        shard_of: dict[str, str] = {}
         is_there = (directory / self.listing).is_file()
         is_sharded = not only and not is_there and index.is_file()
-        shard_of = _read_index(index) if is_sharded else {}
         if is_sharded:
             self.listing = INDEX
+            shard_of = _read_index(index)
         elif not is_there:
             files = sorted(path.name for path in directory.glob("*"))
-            candidates = [file for file in files if file.endswith(".safetensors") and not only]
             others = [file for file in files if file.endswith(OTHER_WEIGHTS)]
+            candidates = []
+            if not only:
+                candidates = [file for file in files if file.endswith(".safetensors")]
             if len(candidates) > 1:
                 raise ConfigError(
                     f"{directory} has several files of weights ({', '.join(candidates)}) and no"
@@ -100,9 +103,11 @@ class TensorFiles:
                     dtype = str(tensor.get_dtype())
                     self.entries[name] = Entry(shard, shape, dtype)
                     places.add((name, shard))
-        in_index = {*shard_of.items()} if is_sharded else places
-        problems = [f"{name} in {shard}: not in the index" for name, shard in places - in_index]
-        problems += [f"{name} in {shard}: not in the file" for name, shard in in_index - places]
+        problems = []
+        if is_sharded:
+            in_index = {*shard_of.items()}
+            problems += [f"{name} in {file}: not in the index" for name, file in places - in_index]
+            problems += [f"{name} in {file}: not in the file" for name, file in in_index - places]
         if problems:
             raise ConfigError(
                 f"{index} does not match its files; download all again from one source:\n"
@@ -127,7 +132,7 @@ class TensorFiles:
     def read_entry(
         self, name: str, entry: Entry, rows: slice, dtypes: Mapping[str, np.dtype]
     ) -> np.ndarray:
-        """As `read`, of a tensor whose dtype is one of these."""
+        """Return what `read` does, of a tensor whose dtype is one of these."""
         path = self.directory / entry.file
         if entry.dtype not in dtypes:
             raise ConfigError(
@@ -145,8 +150,8 @@ class TensorFiles:
 
 
 def copied_model(directory: Path, only: str = "") -> Path:
-    """The directory in which a model is read: a local one as it is; of one at a URL the copies, on
-    this machine, of its JSON files and of its weights, or of the file `only` of these."""
+    """Return the directory in which a model is read: a local one as it is; of one at a URL the
+    copies on this machine of its JSON files and of its weights, or of the file `only` of these."""
     store = store_of(directory)
     copy = store.local_folder(matching("*.json"))
     is_weight = matching(only or "*.safetensors")
@@ -210,8 +215,8 @@ def _opened(path: Path) -> Iterator[safe_open]:
 def write_tensors(
     directory: Path, shapes: TensorShapes, tensor: Callable[[str], np.ndarray], shard_bytes: int
 ) -> list[Path]:
-    """Writes tensors to one file, or to shards of at most `shard_bytes` of data and an index, as
-    transformers names and fills them. Returns the paths of the files.
+    """Write tensors to one file, or to shards of at most `shard_bytes` of data and an index, as
+    transformers names and fills them. Return the paths of the files.
 
     `tensor` is called once for each name; its result is cast. The tensors of one shard are in
     memory at a time. A model that is already in the directory stays unchanged until all files are
@@ -301,7 +306,7 @@ POWERS = np.exp2(np.arange(256, dtype=np.float32) - 128)
 
 
 def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """uint8 blocks [E, out, G, 16] and scales [E, out, G] -> bfloat16 [E, in, out]."""
+    """Return bfloat16 [E, in, out], from uint8 blocks [E, out, G, 16] and scales [E, out, G]."""
     experts, outputs, groups, _ = blocks.shape
     numbers = PAIRS[blocks].reshape(experts, outputs, groups, 2 * BLOCK_BYTES)
     with np.errstate(over="ignore"):

@@ -30,11 +30,13 @@ class Transform(NamedTuple):
 
 def _flat_shape(specs: LayerSpecs) -> tuple[int, ...]:
     """Return the shape of a table, or of a vector with its axes flattened."""
-    return specs[0].shape if specs[0].is_matrix else (math.prod(specs[0].shape),)
+    if specs[0].is_matrix:
+        return specs[0].shape
+    return (math.prod(specs[0].shape),)
 
 
 def _reshaped(shape: Callable[[LayerSpecs], tuple[int, ...]]) -> Transform:
-    """One leaf, its numbers in the same order."""
+    """Return how one leaf is stored whose numbers are in the same order."""
     return Transform(
         shape,
         lambda tensor, specs: [tensor.reshape(specs[0].shape)],
@@ -49,7 +51,9 @@ def _rows_of_leaves(groups: Callable[[Spec], int]) -> Transform:
 
     def shape(specs: LayerSpecs) -> tuple[int, ...]:
         outputs = sum(map(_outputs, specs))
-        return (outputs, specs[0].fan_in) if specs[0].is_matrix else (outputs,)
+        if not specs[0].is_matrix:
+            return (outputs,)
+        return outputs, specs[0].fan_in
 
     def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
         count = groups(specs[-1])
@@ -71,7 +75,10 @@ def _rows_of_leaves(groups: Callable[[Spec], int]) -> Transform:
 
 
 def _outputs(spec: Spec) -> int:
-    return math.prod(spec.shape) // (spec.fan_in if spec.is_matrix else 1)
+    size = math.prod(spec.shape)
+    if spec.is_matrix:
+        return size // spec.fan_in
+    return size
 
 
 def _transposed(transform: Transform) -> Transform:
@@ -112,7 +119,9 @@ class TensorRow(NamedTuple):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return (self.leaves,) if isinstance(self.leaves, str) else self.leaves
+        if isinstance(self.leaves, str):
+            return (self.leaves,)
+        return self.leaves
 
 
 def linear(
@@ -167,6 +176,12 @@ def block(
     return tuple(itertools.chain.from_iterable(pairs))
 
 
+def with_rows(rows: Iterable[TensorRow], *others: TensorRow) -> tuple[TensorRow, ...]:
+    """Return the rows with `others` in the place of those with a leaf of theirs."""
+    replaced = {path for row in others for path in row.paths}
+    return *(row for row in rows if replaced.isdisjoint(row.paths)), *others
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One tensor in the files: the paths of its leaves, and the entry that it holds of them: the
@@ -186,12 +201,9 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.transform.shape(self.specs)
-        return (self.experts, *shape) if self.experts else shape
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether its numbers are those of one expert, or of all."""
-        return bool(self.experts) or len(self.entry) > 1
+        if self.experts:
+            return self.experts, *shape
+        return shape
 
     def leaves_of(self, values: np.ndarray) -> Arrays:
         """Return the values of its leaves, with the axis of its experts if it has one."""
@@ -283,11 +295,11 @@ def leaf_reader(
     # The tensor with an entry of a leaf, or with all experts of it; and the length of an entry's
     # index, which is that of a layer and that of an expert.
     tensor_with: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-    depth_of: dict[str, int] = {}
+    depths: dict[str, int] = {}
     for tensor in plan:
         for path in tensor.paths:
             tensor_with[path, tensor.entry] = tensor
-            depth_of[path] = len(tensor.entry) + bool(tensor.experts)
+            depths[path] = len(tensor.entry) + bool(tensor.experts)
 
     def read_entry(path: str, entry: tuple[int, ...]) -> np.ndarray:
         if tensor := tensor_with.get((path, entry)):
@@ -299,21 +311,20 @@ def leaf_reader(
         return tensor.transform.split(values, tensor.specs)[tensor.paths.index(path)]
 
     def read_leaf(path: str, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
-        depth = depth_of[path]
-        # Of an axis [n] the numbers that are asked for.
-        asked = [range(n)[cut] for n, cut in zip(table[path].shape, index, strict=True)]
-        values = _empty([len(numbers) for numbers in asked], dtype)
+        depth = depths[path]
+        # Of each axis [n] the places that are read.
+        places = [range(n)[cut] for n, cut in zip(table[path].shape, index, strict=True)]
+        values = _empty([len(axis) for axis in places], dtype)
         if depth:
             # A leaf [L, ...] or [L, E, ...], whose entries are read one after another.
-            rows_of_entries = values.reshape(math.prod(values.shape[:depth]), *values.shape[depth:])
-            entries = itertools.product(*asked[:depth])
-            for row, entry in zip(rows_of_entries, entries, strict=True):
+            by_entry = values.reshape(math.prod(values.shape[:depth]), *values.shape[depth:])
+            for row, entry in zip(by_entry, itertools.product(*places[:depth]), strict=True):
                 row[...] = read_entry(path, entry)[index[depth:]]
             return values
         tensor = tensor_with[path, ()]
         if tensor.transform is SAME and values.ndim == 2:
-            # A table [rows, width], as of the embedding, is the largest leaf: of its tensor only
-            # the rows that are asked for are read.
+            # A table [rows, width], as of the embedding, is the largest leaf: of its tensor no
+            # other rows are read.
             values[...] = read(names[tensor.name], index[0])[:, index[1]]
         else:
             values[...] = read_entry(path, ())[index]
@@ -322,14 +333,15 @@ def leaf_reader(
     return read_leaf
 
 
-def tensor_of(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
+def joined_tensor(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
     """Return the tensor for the files, from the leaves by path; only its entry is copied to the
     host."""
     arrays = []
     for path in tensor.paths:
         leaf = leaves[path]
         # A copy, because an array keeps its value on the host for as long as it lives.
-        arrays.append(np.asarray(leaf[tensor.entry] if tensor.entry else leaf.copy()))
+        entry = leaf[tensor.entry] if tensor.entry else leaf.copy()
+        arrays.append(np.asarray(entry))
     if not tensor.experts:
         return tensor.transform.join(arrays, tensor.specs)
     experts = zip(*arrays, strict=True)

@@ -34,7 +34,7 @@ from jaxformer.config.settings import imported_table
 from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError, is_remote, write_text
 from jaxformer.interop.hf_config import check_dtype
-from jaxformer.interop.peft_config import base_of
+from jaxformer.interop.peft_config import find_base
 from jaxformer.models.quantize import check_quantization, is_quantized, quantized_leaf
 from jaxformer.models.quantize import quantize as quantize_params
 from jaxformer.models.transformer import specs as model_specs
@@ -110,7 +110,7 @@ def load(
         kind = KIND_NAMES[files.kind]
         raise ConfigError(f"{files} is a {kind}, which has no steps: leave out step={step}.")
     if files.kind == "adapter":
-        below = files.below if base is None else ModelFiles(base_of(files.path, base))
+        below = files.below if base is None else ModelFiles(find_base(files.path, base))
         return _load_adapter(files, load(below, mesh=mesh, dtype=dtype, quantize=quantize), below)
     if base is not None:
         raise ConfigError(f"{files} is no adapter: leave out base={str(base)!r}.")
@@ -128,7 +128,7 @@ def load(
 
 def _load_adapter(files: ModelFiles, base: Loaded, base_files: ModelFiles) -> Loaded:
     """An adapter of peft over its base."""
-    from jaxformer.interop.peft_reading import adapted_config, learned_of, read_adapter
+    from jaxformer.interop.peft_reading import adapted_config, learned_branches, read_adapter
 
     config = adapted_config(files.path, base.config)
     params = base.params
@@ -146,7 +146,7 @@ def _load_adapter(files: ModelFiles, base: Loaded, base_files: ModelFiles) -> Lo
         Tokenizer.find(files.path) or base.tokenizer,
         labels,
         base_files.path,
-        learned_of(files.path, config),
+        learned_branches(files.path, config),
         problem_type=problem_type,
     )
 

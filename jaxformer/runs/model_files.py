@@ -14,7 +14,7 @@ from jaxformer.config.run import DataConfig, RunConfig, RunSettings, TokenizerCo
 from jaxformer.files import ConfigError, located
 from jaxformer.interop.gguf_files import is_gguf
 from jaxformer.interop.hf_config import is_pretrained
-from jaxformer.interop.peft_config import base_of, is_adapter
+from jaxformer.interop.peft_config import find_base, is_adapter
 from jaxformer.runs.directory import RunDirectory
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import (
@@ -112,7 +112,7 @@ class ModelFiles:
     @functools.cached_property
     def below(self) -> "ModelFiles":
         """The model that an adapter names as its base."""
-        return ModelFiles(base_of(self.path), self.weights)
+        return ModelFiles(find_base(self.path), self.weights)
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:

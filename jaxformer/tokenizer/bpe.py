@@ -36,16 +36,18 @@ def train_bpe(
     pattern: str = "gpt2",
     processes: int | None = None,
 ) -> tuple[Vocab, Merges]:
-    """The vocabulary and the merges of a UTF-8 text file; fewer than `vocab_size` entries where no
-    pair is left to merge.
+    """Return the vocabulary and the merges of a UTF-8 text file; fewer than `vocab_size` entries
+    where no pair is left to merge.
 
     `pattern` names how text is split into words (gpt2, llama3). `processes` is the number of
     processes that count words, which does not change the result; None takes all cores where that is
     faster. Raises ConfigError for arguments out of range, and for a file that is empty, not UTF-8
     or cannot be read.
     """
-    texts, specials = [blocks_of(path)], special_tokens or ()
-    return train_on(texts, vocab_size, specials, pattern=pattern, processes=processes)
+    blocks = blocks_of(path)
+    return train_on(
+        [blocks], vocab_size, special_tokens or (), pattern=pattern, processes=processes
+    )
 
 
 def train_on(
@@ -56,11 +58,12 @@ def train_on(
     pattern: str = "gpt2",
     processes: int | None = None,
 ) -> tuple[Vocab, Merges]:
-    """Does the same as `train_bpe` for texts that each come in blocks."""
+    """Return what `train_bpe` does, of texts that each come in blocks."""
     check_special_tokens(special_tokens)
     check_pattern(pattern)
     # A token is a character in `merge_words`, so there can be no more than there are code points.
-    lowest, highest = 256 + len(special_tokens), 0x110000 + len(special_tokens)
+    lowest = 256 + len(special_tokens)
+    highest = 0x110000 + len(special_tokens)
     if not isinstance(vocab_size, int) or not lowest <= vocab_size <= highest:
         raise ConfigError(
             f"vocab_size={vocab_size!r} must be a whole number from {lowest} (256 bytes and"
@@ -78,8 +81,8 @@ def train_on(
 
 
 def blocks_of(path: str | Path) -> Iterator[str]:
-    """The text of a UTF-8 file, or of one at a URL, in blocks, its line ends as they are. Raises
-    ConfigError."""
+    """Yield the text of a UTF-8 file, or of one at a URL, in blocks, its line ends as they are.
+    Raises ConfigError."""
     file = located(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
@@ -90,7 +93,8 @@ def blocks_of(path: str | Path) -> Iterator[str]:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         # `error.object` is the block, after the bytes that were left of the block before.
-        position, byte = size - len(error.object) + error.start, error.object[error.start]
+        position = size - len(error.object) + error.start
+        byte = error.object[error.start]
         raise ConfigError(
             f"{file}: byte {position:,} (0x{byte:02x}) is not UTF-8: give a UTF-8 text file,"
             " unpacked."
@@ -104,8 +108,8 @@ def blocks_of(path: str | Path) -> Iterator[str]:
 
 
 def spell(words: Mapping[str, int]) -> tuple[list[str], list[int]]:
-    """The words of more than one byte, with a character for each byte, and how often each occurs.
-    Raises ConfigError for half a surrogate pair, which UTF-8 cannot encode."""
+    """Return the words of more than one byte, with a character for each byte, and how often each
+    occurs. Raises ConfigError for half a surrogate pair, which UTF-8 cannot encode."""
     spelled: list[str] = []
     times: list[int] = []
     try:
@@ -122,8 +126,8 @@ def spell(words: Mapping[str, int]) -> tuple[list[str], list[int]]:
 
 
 def merge_words(words: list[str], times: Sequence[int], limit: int) -> Merges:
-    """The first `limit` merges, or all that there are, of words as `spell` gives them. Changes
-    `words`.
+    """Return the first `limit` merges, or all that there are, of words as `spell` gives them.
+    Changes `words`.
 
     A token is a character: chr(0) to chr(255) are the bytes, chr(256) and on the merges in order. A
     pair is a string of two, which str.split finds in a word and str.join replaces.
@@ -166,7 +170,8 @@ def merge_words(words: list[str], times: Sequence[int], limit: int) -> Merges:
             if old in counts:
                 counts[old] -= count
             if count >= threshold:
-                counts[new], occurrences[new] = count, indices
+                counts[new] = count
+                occurrences[new] = indices
                 heapq.heappush(heap, (-count, order[ord(new[0])], order[ord(new[1])], new))
     return merges
 
@@ -188,19 +193,21 @@ def _total(indices: Sequence[int], times: Sequence[int]) -> int:
 
 
 def _descending(token: bytes) -> str:
-    """A string by which tokens sort in descending order. Its end mark is above every byte, so that
-    a longer token comes before one that it begins with."""
+    """Return a string by which tokens sort in descending order. Its end mark is above every byte,
+    so that a longer token comes before one that it begins with."""
     return token.translate(COMPLEMENT).decode("latin-1") + "\u0100"
 
 
 def _merge(
     pair: str, token: str, words: list[str], indices: Sequence[int]
 ) -> Iterator[tuple[str, str, "array[int]"]]:
-    """Replaces a pair by its token in the words at `indices`. Yields each new pair, the pair that
-    it replaces, and the indices of the words, each as often as that happens in it."""
-    first, second = pair[0], pair[1]
+    """Replace a pair by its token in the words at `indices`. Yield each new pair, the pair that it
+    replaces, and the indices of the words, each as often as that happens in it."""
+    first = pair[0]
+    second = pair[1]
     # The words of new pairs, by the token to the left and by the token to the right.
-    by_previous, by_following = _no_occurrences(), _no_occurrences()
+    by_previous = _no_occurrences()
+    by_following = _no_occurrences()
     # A word that holds the pair many times has its index as often, in a row, and is processed once:
     # otherwise the time would grow with the square of its length.
     for index, _ in itertools.groupby(indices):

@@ -22,7 +22,7 @@ from jaxformer.tokenizer.words import WORD_PATTERNS
 
 MERGES_FILE = "merges.txt"
 GPT2_SPECIAL = ("<|endoftext|>",)
-CLOSED = "a</w>"  # an entry of vocabularies that mark the end of a word, as CLIP's does
+MARKED_WORD = "a</w>"  # an entry of vocabularies that mark the end of a word, as CLIP's does
 ROBERTA_SPECIAL = ("<s>", "</s>", "<unk>", "<pad>", "<mask>")
 
 # The special tokens of the families that split text as GPT-2 does, by the tokenizer class or the
@@ -95,11 +95,11 @@ def gpt2_files(file: Path) -> tuple[dict[str, int], tuple[str, ...], bool] | Non
     if not family:
         guessed = "roberta" if vocab.keys() >= {*ROBERTA_SPECIAL} else "gpt2"
         family = str(read_optional(file.with_name("config.json")).get("model_type") or guessed)
-    is_byte_level = BYTES.keys() <= vocab.keys() and CLOSED not in vocab
-    has_merges = file.with_name(MERGES_FILE).is_file()
-    if family not in SPECIAL_TOKENS or not is_byte_level or not has_merges:
+    if family not in SPECIAL_TOKENS or settings.get("add_bos_token"):
         return None
-    if settings.get("add_bos_token"):
+    if not BYTES.keys() <= vocab.keys() or MARKED_WORD in vocab:
+        return None
+    if not file.with_name(MERGES_FILE).is_file():
         return None
     return vocab, SPECIAL_TOKENS[family], bool(settings.get("add_prefix_space", False))
 

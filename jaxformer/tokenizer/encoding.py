@@ -69,14 +69,15 @@ class Fast:
         token as this token: as long as no merge crosses the borders of a token, the merges inside
         do not depend on the text around it.
         """
-        pattern = pattern_of(spec)
+        pattern = word_pattern(spec)
         model = spec["model"]
         has_settings = any(model.get(name) for name in MERGE_SETTINGS)
         if not pattern or model["type"] != "BPE" or spec["normalizer"] or has_settings:
             return None
         added = spec["added_tokens"]
+        # Those that are not special are tokens in plain text too.
         if not all(token["special"] for token in added):
-            return None  # the others are tokens in plain text too
+            return None
         vocab: dict[str, int] = model["vocab"]
         made = ["".join(pair) for pair in model["merges"]]
         order = [vocab[token] for token in made]
@@ -89,7 +90,7 @@ class Fast:
         # The core lacks entries that no merge makes, such as GPT-2's end of text where no file says
         # that it is special. They must not occur in words, which are spelled in BYTES.
         for token in vocab.keys() - {*made, *BYTES}:
-            if {*token} <= BYTES.keys() and vocab[token] in (piece.id for piece in merge(token)):
+            if {*token} <= BYTES.keys() and vocab[token] in [piece.id for piece in merge(token)]:
                 return None
         import tiktoken  # short texts do without
 
@@ -112,28 +113,35 @@ class Fast:
         reads_names = plain and len({token["normalized"] for token in added}) <= 1
         names = {token["content"]: token["id"] for token in added}
         fast = cls(core, names, reads_names)
+        # The tables of characters of the two libraries may be of different versions of Unicode.
         probe = " ".join(f"{letter}a{letter}1 {letter}." for letter in NEWEST)
         expected = backend.encode(probe, add_special_tokens=False).ids
-        return fast if fast.encode(probe, False).tolist() == expected else None
+        if fast.encode(probe, False).tolist() != expected:
+            return None
+        return fast
 
     def encode(self, text: str, names_are_tokens: bool) -> np.ndarray:
         """Return the ids of a text of at most MOST_CHARACTERS characters: uint32."""
         if not names_are_tokens or not self._names:
             return self._core.encode_to_numpy(text, disallowed_special=())
         # Split by a group, a text gives plain text at even indices and names at odd ones.
-        rows = [
-            np.array([self._names[piece]], np.uint32) if index % 2 else self.encode(piece, False)
-            for index, piece in enumerate(self._names_pattern.split(text))
-        ]
+        rows = []
+        for index, piece in enumerate(self._names_pattern.split(text)):
+            if index % 2:
+                rows.append(np.array([self._names[piece]], np.uint32))
+            else:
+                rows.append(self.encode(piece, False))
         return np.concatenate(rows)
 
 
-def pattern_of(spec: dict[str, Any]) -> str | None:
+def word_pattern(spec: dict[str, Any]) -> str | None:
     """Return the name of the entry of `WORD_PATTERNS` by which a byte-level tokenizer.json splits
     text; None for another pattern."""
     words = spec["pre_tokenizer"] or {}
     if words.get("type") == "ByteLevel":
-        return "gpt2" if words["use_regex"] and not words["add_prefix_space"] else None
+        if words["use_regex"] and not words["add_prefix_space"]:
+            return "gpt2"
+        return None
     steps = words.get("pretokenizers", [])
     if [step["type"] for step in steps] != ["Split", "ByteLevel"]:
         return None
@@ -160,7 +168,7 @@ class Cuts:
         """Return the cuts for a tokenizer.json; without a pattern where it may read more than a
         word at a time. `names_are_tokens` says that names of special tokens in a text are these
         tokens."""
-        pattern = pattern_of(spec)
+        pattern = word_pattern(spec)
         if spec["normalizer"] is not None or not pattern:
             return cls("")
         names = [
@@ -239,8 +247,8 @@ class Encoder:
 
     @functools.cached_property
     def marking(self) -> tokenizers.Tokenizer:
-        """A copy of the backend that reads names of special tokens as these tokens. Setting this
-        back and forth on one backend would affect other threads."""
+        """Return a copy of the backend that reads names of special tokens as these tokens. Setting
+        this back and forth on one backend would affect other threads."""
         backend = copy.deepcopy(self._backend)
         backend.encode_special_tokens = self._split_names
         return backend
@@ -280,12 +288,17 @@ class Encoder:
 
     def _rows(self, texts: Sequence[str], reads_names: bool, parallel: bool) -> list[np.ndarray]:
         names_are_tokens = reads_names and not self._split_names
-        fast = self._fast if sum(map(len, texts)) >= FAST_CHARACTERS else None
+        fast = None
+        # To find out whether `Fast` can be used takes longer than few characters.
+        if sum(map(len, texts)) >= FAST_CHARACTERS:
+            fast = self._fast
         if fast and names_are_tokens and not fast.reads_names:
             fast = None
 
         def slow(texts: Sequence[str]) -> list[np.ndarray]:
-            backend = self.marking if reads_names else self._backend
+            backend = self._backend
+            if reads_names:
+                backend = self.marking
             encodings = without_panic(backend.encode_batch_fast, [*texts], add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 

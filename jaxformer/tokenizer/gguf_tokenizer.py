@@ -12,7 +12,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.byte_level import byte_level_backend, split_into_words
 from jaxformer.tokenizer.metadata import TokenizerMetadata, spell_spaces
-from jaxformer.tokenizer.pieces import BYTES, SPACE, without_panic
+from jaxformer.tokenizer.pieces import BYTES, SPACE, byte_characters, without_panic
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 TokenizerValues = Mapping[str, Any]  # metadata without "tokenizer.ggml."
@@ -84,8 +84,8 @@ def read_gguf(
                     f" none of its {len(tokens)} tokens."
                 )
         values["architecture"] = metadata.get(ARCHITECTURE_KEY)
-        stated = values.get("token_type") or [1] * len(tokens)
-        kinds = values["token_type"] = [operator.index(kind) for kind in stated]
+        kinds = [operator.index(kind) for kind in values.get("token_type") or [1] * len(tokens)]
+        values["token_type"] = kinds
         backend = without_panic(GGUF_KINDS[kind], values, origin)
         # The entries of a tokenizer_config.json.
         settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
@@ -103,28 +103,35 @@ def read_gguf(
             settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
 
         # Special tokens, and tokens that are never cut, as the backend matches them in a text.
-        special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+        vocab = backend.get_vocab()
+        special = []
+        uncut = []
+        for token, token_type in zip(tokens, kinds, strict=True):
+            if token_type == CONTROL:
+                special.append(token)
+            if token_type == USER_DEFINED and token in vocab:
+                uncut.append(AddedToken(token, normalized=False))
         special += [tokens[index] for index in named_ids.values()]
         backend.add_special_tokens(
             [AddedToken(token, normalized=False) for token in dict.fromkeys(special)]
         )
-        vocab = backend.get_vocab()
-        uncut = [token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
-        backend.add_tokens(
-            [AddedToken(token, normalized=False) for token in uncut if token in vocab]
-        )
+        backend.add_tokens(uncut)
 
-        # The tokens before and after a text that the file asks for.
-        before, after = (
-            [settings[f"{role}_token"]] if settings[f"add_{role}_token"] else []
-            for role in ("bos", "eos")
-        )
-        if before or after:
-            single = [*before, "$A", *after]
+        # The tokens that the file puts before and after a text.
+        single = ["$A"]
+        pair = ["$B:1"]
+        if settings["add_bos_token"]:
+            single.insert(0, settings["bos_token"])
+            pair.insert(0, f"{settings['bos_token']}:1")
+        if settings["add_eos_token"]:
+            single.append(settings["eos_token"])
+            pair.append(f"{settings['eos_token']}:1")
+        if len(single) > 1:
+            names = {*single} - {"$A"}
             backend.post_processor = processors.TemplateProcessing(
                 single=single,
-                pair=[*single, *(f"{piece}:1" for piece in (*before, "$B", *after))],
-                special_tokens=[(name, backend.token_to_id(name)) for name in {*before, *after}],
+                pair=single + pair,
+                special_tokens=[(name, backend.token_to_id(name)) for name in names],
             )
         ends = (values.get("eos_token_id"), values.get("eot_token_id"))
         rules: dict[str, Any] = {}
@@ -151,13 +158,13 @@ def read_gguf(
 def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer:
     """Return a byte-level BPE. A token with a character that stands for no byte is one of text,
     unless it is a special one."""
-    spelling = {byte: character for character, byte in BYTES.items()}
+    spelling = byte_characters()
     vocab = {}
     for index, token in enumerate(values["tokens"]):
-        kind = values["token_type"][index]
-        is_text = kind not in (CONTROL, USER_DEFINED) and not {*token} <= BYTES.keys()
-        text = "".join(spelling[byte] for byte in token.encode()) if is_text else token
-        vocab[text] = index
+        is_special = values["token_type"][index] in (CONTROL, USER_DEFINED)
+        if not is_special and not {*token} <= BYTES.keys():
+            token = "".join(spelling[byte] for byte in token.encode())
+        vocab[token] = index
     merges = [tuple(merge.split(" ")) for merge in values.get("merges", ())]
     if not merges:
         raise ConfigError(f"{origin} lacks tokenizer.ggml.merges.")
@@ -179,7 +186,7 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
     tokens = [*values["tokens"]]
     if is_gemma:
         # Runs of spaces, which such a file has as they are.
-        tokens = [SPACE * len(token) if not token.strip(" ") else token for token in tokens]
+        tokens = [token if token.strip(" ") else SPACE * len(token) for token in tokens]
     scores = [-index for index in range(len(tokens))] if is_gemma else values.get("scores", [])
     if len(scores) != len(tokens) or not np.isfinite(scores).all():
         raise ConfigError(f"{origin} has no score for each token in tokenizer.ggml.scores.")
@@ -189,13 +196,10 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
         # Each way to cut a token into two, the token with the highest score first.
         scored = []
         for token, index in vocab.items():
-            cuts = [
-                (token[:at], token[at:])
-                for at in range(1, len(token))
-                if token[:at] in vocab and token[at:] in vocab
-            ]
-            for pair in sorted(cuts, key=lambda pair: (vocab[pair[0]], vocab[pair[1]])):
-                scored.append((scores[index], pair))
+            cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+            pairs = [pair for pair in cuts if vocab.keys() >= {*pair}]
+            pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+            scored += [(scores[index], pair) for pair in pairs]
         scored.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)
         merges = [pair for _, pair in scored]
     unknown = values.get("unknown_token_id")

@@ -11,7 +11,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.bpe import train_on
-from jaxformer.tokenizer.byte_level import byte_level_bpe
+from jaxformer.tokenizer.byte_level import byte_level_backend, byte_level_bpe
 from jaxformer.tokenizer.metadata import END_OF_TEXT
 from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES
 from jaxformer.tokenizer.tokenizer import Tokenizer
@@ -25,9 +25,10 @@ def train_bpe_tokenizer(
     end token (0), `specials`, the 256 bytes, and the merges.
 
     Texts that are too small for `vocab_size` entries give fewer."""
-    if vocab_size < 257 + len(specials):
+    lowest = 257 + len(specials)
+    if vocab_size < lowest:
         raise ConfigError(
-            f"tokenizer.vocab_size={vocab_size} must be at least {257 + len(specials)}: the 256"
+            f"tokenizer.vocab_size={vocab_size} must be at least {lowest}: the 256"
             f" bytes, the end of text and {len(specials)} tokens that the objective needs."
         )
     special_tokens = [END_OF_TEXT, *specials]
@@ -44,7 +45,9 @@ def byte_tokenizer(specials: Sequence[str] = ()) -> Tokenizer:
     """Return a tokenizer with a token for each byte of UTF-8, whose id is the byte; then the end
     token, 256, and `specials`."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return _made(models.BPE(vocab=BYTES, merges=[]), words, decoders.ByteLevel(), specials)
+    backend = byte_level_backend(BYTES, [], words)
+    backend.add_special_tokens([END_OF_TEXT, *specials])
+    return Tokenizer(backend)
 
 
 def character_tokenizer(texts: Iterable[str], specials: Sequence[str] = ()) -> Tokenizer:
@@ -56,19 +59,8 @@ def character_tokenizer(texts: Iterable[str], specials: Sequence[str] = ()) -> T
     vocab = {char: index for index, char in enumerate(sorted(alphabet))}
     # The unknown token is not in the vocabulary, so that an unseen character is an error: without
     # one the library drops it.
-    model = models.WordLevel(vocab=vocab, unk_token="<unk>")
-    words = pre_tokenizers.Split(Regex(ANY_CHARACTER), "isolated")
-    return _made(model, words, decoders.Fuse(), specials)
-
-
-def _made(
-    model: models.Model,
-    words: pre_tokenizers.PreTokenizer,
-    decoder: decoders.Decoder,
-    specials: Sequence[str],
-) -> Tokenizer:
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = words
-    backend.decoder = decoder
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(ANY_CHARACTER), "isolated")
+    backend.decoder = decoders.Fuse()
     backend.add_special_tokens([END_OF_TEXT, *specials])
     return Tokenizer(backend)

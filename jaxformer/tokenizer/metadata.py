@@ -116,7 +116,7 @@ class TokenizerMetadata:
 
     @classmethod
     def read(cls, folder: Path, backend: tokenizers.Tokenizer) -> "TokenizerMetadata":
-        """Reads the files of a directory, as far as they exist, and marks special tokens in the
+        """Read the files of a directory, as far as they exist, and mark special tokens in the
         backend."""
         settings: dict[str, Any] = {}
         for name in ("special_tokens_map.json", SETTINGS_FILE):
@@ -127,21 +127,23 @@ class TokenizerMetadata:
                     settings[key] = _typed(value)
         model = read_optional(folder / "config.json")
         # As in transformers: the model's, where the tokenizer's own settings name no class.
-        stated = settings.get("tokenizer_class") or model.get("tokenizer_class")
-        _follow_class(backend, settings, str(stated or model.get("model_type", "")))
+        class_name = settings.get("tokenizer_class") or model.get("tokenizer_class")
+        _follow_class(backend, settings, str(class_name or model.get("model_type", "")))
         named_ids: dict[str, int] = {}
         for role in ROLES:
             value = settings.get(f"{role}_token")
-            token = None if value is None else backend.token_to_id(_content(value))
-            if token is not None:
+            if value is not None and (token := backend.token_to_id(_content(value))) is not None:
                 named_ids[role] = token
         ids: dict[str, list[int]] = {}
+        # What generation_config.json says is read last, and so holds.
         for name in ("config.json", IDS_FILE):
             content = read_optional(folder / name)
             for key, role in ID_KEYS.items():
                 values = content.get(key)
+                if not isinstance(values, list):
+                    values = [values]
                 tokens: list[int] = []
-                for value in values if isinstance(values, list) else [values]:
+                for value in values:
                     if value is None:
                         continue
                     # Old configs write -1 for no token.
@@ -157,14 +159,17 @@ class TokenizerMetadata:
                     ids[role] = tokens
         rules, rules_file = stored_rules(folder)
         template_file = folder / TEMPLATE_FILE
+        template = None
+        if template_file.exists():
+            template = read_text(template_file)
         return cls(
             settings=settings,
             named_ids=named_ids,
-            ids={role: ids_of_role[0] for role, ids_of_role in ids.items()},
+            ids={role: tokens[0] for role, tokens in ids.items()},
             ends=tuple(ids.get("eos", ())),
             rules=rules,
             rules_file=str(rules_file),
-            template=read_text(template_file) if template_file.exists() else None,
+            template=template,
             template_name=str(template_file),
         )
 
@@ -176,7 +181,7 @@ class TokenizerMetadata:
         max_length: int | None,
         follow: bool = True,
     ) -> None:
-        """Writes the files beside a tokenizer.json.
+        """Write the files beside a tokenizer.json.
 
         tokenizer_config.json gets the settings that were read; where these lack them, the names of
         `special_tokens`, by role, and `max_length`. `ids` and the rules are added to an existing
@@ -199,9 +204,12 @@ class TokenizerMetadata:
     def cleans(self, backend: tokenizers.Tokenizer) -> bool:
         """Return whether decoded text loses the spaces before punctuation. With BPE it keeps them,
         since they are those of the text."""
-        bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-        cleans_up = bool(self.settings.get("clean_up_tokenization_spaces"))
-        return cleans_up and (type(backend.model).__name__ != "BPE" or bool(self.settings.get(bpe)))
+        if not self.settings.get("clean_up_tokenization_spaces"):
+            return False
+        if type(backend.model).__name__ != "BPE":
+            return True
+        key = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        return bool(self.settings.get(key))
 
 
 def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
@@ -209,7 +217,8 @@ def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
     and their file: as in transformers, generation_config.json, or config.json where that does not
     exist."""
     file = folder / IDS_FILE
-    file = file if file.exists() else folder / "config.json"
+    if not file.exists():
+        file = folder / "config.json"
     values = read_optional(file)
     keys = (*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES, *DRAWING)
     # Values that constrain nothing.
@@ -218,8 +227,8 @@ def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
     neutral |= dict.fromkeys(factors, (None, 1))
     neutral |= {"forced_eos_token_id": (None, [])}
     neutral |= dict.fromkeys(DRAWING, (None,))  # false and 0 are greedy
-    stored = {key: values.get(key) for key in keys}
-    return {key: value for key, value in stored.items() if value not in neutral[key]}, file
+    rules = {key: values[key] for key in keys if values.get(key) not in neutral[key]}
+    return rules, file
 
 
 def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:
@@ -228,7 +237,8 @@ def guessed_roles(vocab: dict[str, int]) -> dict[str, int]:
     for role, names in ROLES.items():
         for name in names:
             if name in vocab:
-                guessed.setdefault(role, vocab[name])  # the first name counts
+                guessed[role] = vocab[name]
+                break
     return guessed
 
 
@@ -245,8 +255,11 @@ def tokenizer_file(path: Path) -> Path:
     """Return the tokenizer file of a path, which is that file or its directory."""
     if not path.is_dir():
         return path
-    files = path / TOKENIZER_FILE, path / VOCABULARY_FILE
-    return next((file for file in files if file.is_file()), files[0])
+    file = path / TOKENIZER_FILE
+    vocabulary = path / VOCABULARY_FILE
+    if not file.is_file() and vocabulary.is_file():
+        return vocabulary
+    return file
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer:
@@ -287,7 +300,7 @@ def missing(file: Path) -> ConfigError:
 
 
 def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any], name: str) -> None:
-    """Gives the backend what the class `name` of transformers reads from tokenizer_config.json, and
+    """Give the backend what the class `name` of transformers reads from tokenizer_config.json, and
     not from tokenizer.json: how BERT's normalizes a text, and whether one begins with a space."""
     name = name.removesuffix("Fast")
     if not name or name in GENERIC_CLASSES:
@@ -305,27 +318,27 @@ def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any], name:
         spell_spaces(backend, begins_with_space=False)
     if "llama" in name.lower():
         return
-    step = backend.pre_tokenizer
-    steps: list[Any] = [step]
-    if isinstance(step, pre_tokenizers.Sequence):
-        steps = list(step)  # type: ignore[call-overload]
-    for part in steps:
-        if isinstance(part, pre_tokenizers.ByteLevel):
-            part.add_prefix_space = bool(begins_with_space)
+    steps: Any = backend.pre_tokenizer
+    if not isinstance(steps, pre_tokenizers.Sequence):
+        steps = [steps]
+    for step in steps:
+        if isinstance(step, pre_tokenizers.ByteLevel):
+            step.add_prefix_space = bool(begins_with_space)
 
 
 def spell_spaces(backend: tokenizers.Tokenizer, begins_with_space: bool) -> None:
     """Make a backend spell spaces as SentencePiece does, with one before a text or without."""
-    scheme = "first" if begins_with_space else "never"
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
+    scheme = "never"
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if begins_with_space:
+        scheme = "first"
         steps.append(decoders.Strip(" ", 1, 0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
     backend.decoder = decoders.Sequence(steps)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path) -> None:
-    """Adds the tokens of a file to the backend, and marks its special tokens, as transformers
+    """Add the tokens of a file to the backend, and mark its special tokens, as transformers
     does."""
     listed = settings.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(str(index).isdecimal() for index in listed):
@@ -343,23 +356,26 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: P
                 f"{where} is {token.content!r}, which is token {actual} of tokenizer.json: the two"
                 " files do not belong together."
             )
-    special: list[tuple[str, Any]] = []  # each after its key, for messages
+    special: dict[str, Any] = {}  # by where they are, for messages
     for key, value in settings.items():
         if value is None or not key.endswith("_token"):
             continue
         # Other keys may name no token: CodeLlama's fill_token is where its class splits a text.
-        is_role = key.removesuffix("_token") in ROLES
-        may_be_token = isinstance(value, str | dict)
-        if is_role or (may_be_token and backend.token_to_id(_content(value)) is not None):
-            special.append((f"{file}: {key}", value))
+        if key.removesuffix("_token") not in ROLES:
+            is_token = isinstance(value, str | dict)
+            if not is_token or backend.token_to_id(_content(value)) is None:
+                continue
+        special[f"{file}: {key}"] = value
     for key in EXTRA:
         extra = settings.get(key) or []
-        if not isinstance(extra, list | dict):
+        if isinstance(extra, list):
+            extra = dict(enumerate(extra))
+        if not isinstance(extra, dict):
             raise ConfigError(f"{file}: {key} is {extra!r}, and must be a list of tokens.")
-        entries = extra.items() if isinstance(extra, dict) else enumerate(extra)
-        special += [(f"{file}: {key}[{name}]", value) for name, value in entries]
+        for name, value in extra.items():
+            special[f"{file}: {key}[{name}]"] = value
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for where, value in special:
+    for where, value in special.items():
         token = _added_token(value, where, special=True)
         if backend.token_to_id(token.content) is None:
             raise ConfigError(
@@ -375,20 +391,25 @@ def _typed(value: Any) -> Any:
     states and special_tokens_map.json does not."""
     if isinstance(value, list):
         return [_typed(entry) for entry in value]
-    is_token = isinstance(value, dict) and "content" in value
-    return {"__type": "AddedToken"} | value if is_token else value
+    if isinstance(value, dict) and "content" in value:
+        return {"__type": "AddedToken"} | value
+    return value
 
 
 def _added_token(value: Any, where: str, special: bool = False) -> tokenizers.AddedToken:
-    options = value if isinstance(value, dict) else {}
-    flags = {name: bool(options[name]) for name in FLAGS if name in options}
+    content = _content(value, where)
+    flags = {}
+    if isinstance(value, dict):
+        flags = {name: bool(value[name]) for name in FLAGS if name in value}
     if special:
         flags["special"] = True
-    return tokenizers.AddedToken(_content(value, where), **flags)
+    return tokenizers.AddedToken(content, **flags)
 
 
 def _content(value: Any, where: str = "") -> str:
-    content = value.get("content") if isinstance(value, dict) else value
+    content = value
+    if isinstance(value, dict):
+        content = value.get("content")
     if not isinstance(content, str):
         raise ConfigError(
             f'{where} is {value!r}: a token is its text, or an object with its "content".'

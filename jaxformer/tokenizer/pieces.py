@@ -16,8 +16,8 @@ SPACE = "▁"  # SentencePiece's mark for a space (arXiv:1808.06226)
 
 
 def byte_characters() -> list[str]:
-    """GPT-2's printable character for each byte: that of Latin-1 where it is visible, else the next
-    code point from 256 on."""
+    """Return GPT-2's printable character for each byte: that of Latin-1 where it is visible, else
+    the next code point from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
@@ -27,13 +27,13 @@ BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises ConfigError for a name that is not one of `WORD_PATTERNS`."""
+    """Raise ConfigError for a name that is not one of `WORD_PATTERNS`."""
     if pattern not in WORD_PATTERNS:
         raise ConfigError(f"pattern={pattern!r} must be one of {', '.join(WORD_PATTERNS)}.")
 
 
 def check_special_tokens(names: Sequence[str]) -> None:
-    """Raises ConfigError for anything but a list of distinct strings that are not empty."""
+    """Raise ConfigError for anything but a list of distinct strings that are not empty."""
     are_strings = all(isinstance(name, str) and name for name in names)
     if isinstance(names, str) or not are_strings or len({*names}) < len(names):
         raise ConfigError(
@@ -75,12 +75,15 @@ class Spelling:
             return bytes(BYTES[character] for character in token)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])  # byte fallback
-        text = token.replace(SPACE, " ") if self.spaced else token
-        return text.removeprefix(self.continuation).encode()
+        if self.spaced:
+            token = token.replace(SPACE, " ")
+        return token.removeprefix(self.continuation).encode()
 
     def size(self, token: str) -> int:
         """Return the number of bytes of text that a token stands for, 0 for a special token."""
-        return 0 if self.added.get(token) else len(self.raw(token))
+        if self.added.get(token):
+            return 0
+        return len(self.raw(token))
 
     def edges(self, token: str) -> tuple[bool, bool]:
         """Return whether a token begins inside a word, and whether it ends inside one; neither for
@@ -90,13 +93,19 @@ class Spelling:
         if self.continuation:
             return token.startswith(self.continuation), True
         raw = self.raw(token)
-        text = raw.decode("latin-1") if self.byte_level else raw.decode("utf-8", "surrogateescape")
-        return (self._inside(text[0]), self._inside(text[-1])) if text else (False, False)
+        if not raw:
+            return False, False
+        text = raw.decode("utf-8", "surrogateescape")
+        if self.byte_level:
+            text = raw.decode("latin-1")
+        return self._inside(text[0]), self._inside(text[-1])
 
     def _inside(self, character: str) -> bool:
         """Return whether a character belongs to a word. A single byte beyond ASCII counts as a
         letter."""
-        is_byte = character > "\x7f" if self.byte_level else "\udc80" <= character <= "\udcff"
+        is_byte = "\udc80" <= character <= "\udcff"
+        if self.byte_level:
+            is_byte = character > "\x7f"
         return is_byte or character.isalnum() or character == "_"
 
 
@@ -106,11 +115,14 @@ def _strings(value: Any) -> set[str]:
         return {value}
     if isinstance(value, dict):
         value = [*value.values()]
-    return set().union(*map(_strings, value)) if isinstance(value, list) else set()
+    if not isinstance(value, list):
+        return set()
+    return set().union(*map(_strings, value))
 
 
 def character_groups(pieces: Sequence[bytes]) -> list[tuple[int, int, str]]:
-    """Runs of tokens that share characters, as (first token, one past the last, text of all).
+    """Return the runs of tokens that share characters, as (first token, one past the last, text of
+    all).
 
     `pieces` are the bytes of each token. Several tokens may share a character that has several
     bytes in UTF-8; a run begins and ends between characters. Bytes that are not UTF-8 belong to no

@@ -15,7 +15,7 @@ import tokenizers
 
 from jaxformer.files import ConfigError, located, store_of, write_text
 from jaxformer.tokenizer.byte_level import byte_level_bpe, from_files, gpt2_files
-from jaxformer.tokenizer.encoding import Encoder, pattern_of
+from jaxformer.tokenizer.encoding import Encoder, word_pattern
 from jaxformer.tokenizer.gguf_tokenizer import read_gguf
 from jaxformer.tokenizer.metadata import (
     ID_KEYS,
@@ -174,8 +174,9 @@ class Tokenizer:
 
     @property
     def start_token(self) -> int:
-        start = self._roles.get("start")
-        return self.end_token if start is None else start
+        if "start" in self._roles:
+            return self._roles["start"]
+        return self.end_token
 
     @classmethod
     def from_bpe(
@@ -195,8 +196,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Loads a tokenizer.json, or GPT-2's vocab.json and merges.txt, or a directory of either,
-        with the settings in the files beside it; or that of a GGUF file.
+        """Return the tokenizer of a tokenizer.json, or of GPT-2's vocab.json and
+        merges.txt, or a directory of either, with the settings in the files beside it; or that of a
+        GGUF file.
 
         The roles of special tokens are taken from tokenizer_config.json, special_tokens_map.json,
         generation_config.json and config.json, in this order, or follow from their names. Warns of
@@ -219,7 +221,7 @@ class Tokenizer:
         model_type = read_optional(file.with_name("config.json")).get("model_type")
         if model_type in MISTRAL_TYPES and backend.token_to_id("[INST]") is not None:
             words = json.loads(backend.to_str())["pre_tokenizer"]
-            if pattern_of({"pre_tokenizer": words}) == "llama3":
+            if word_pattern({"pre_tokenizer": words}) == "llama3":
                 name = repr(str(file.parent))
                 warnings.warn(
                     f"{file} splits text by the pattern of Llama 3, which transformers wrote"
@@ -262,7 +264,7 @@ class Tokenizer:
         return self._vocab.get(name)
 
     def save(self, path: str | Path, max_length: int | None = None, follow: bool = True) -> None:
-        """Writes tokenizer.json, from which transformers loads the same tokenizer.
+        """Write tokenizer.json, from which transformers loads the same tokenizer.
 
         `path` is that file or its directory, which has no suffix. The files beside it are
         tokenizer_config.json, with `max_length` as model_max_length unless it has one, the chat
@@ -271,25 +273,29 @@ class Tokenizer:
         names is replaced, and the file that it leads to stays as it is.
         """
         file = located(path)
-        file = file / TOKENIZER_FILE if file.is_dir() or not file.suffix else file
+        if file.is_dir() or not file.suffix:
+            file = file / TOKENIZER_FILE
         if file.name == TOKENIZER_FILE:
             added = self._backend.get_added_tokens_decoder()
-            roles = [role for role in ROLES if self._roles.get(role) in added]
-            names = {role: added[self._roles[role]].content for role in roles}
-            implied = self._guessed | self.metadata.named_ids
-            implied |= {"start": implied["eos"]} if "eos" in implied else {}
+            names = {}
+            for role in ROLES:
+                token = self._roles.get(role)
+                if token in added:
+                    names[role] = added[token].content
             ids = self.ids()
             # Where there are rules, transformers takes no ids from config.json, so all are written.
             if not self.metadata.rules:
-                ids = {
-                    key: token for key, token in ids.items() if token != implied.get(ID_KEYS[key])
-                }
+                implied = self._guessed | self.metadata.named_ids
+                implied.setdefault("start", implied.get("eos", -1))
+                for key in [*ids]:
+                    if ids[key] == implied.get(ID_KEYS[key]):
+                        del ids[key]
             self.metadata.write(file.parent, names, ids, max_length, follow)
         write_text(file, self._backend.to_str(pretty=True), follow)
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
-        """Token ids of a text, without an end token. Raises ConfigError for a character that the
-        tokenizer does not have.
+        """Return the token ids of a text, without an end token. Raises ConfigError for a character
+        that the tokenizer does not have.
 
         By default the text stands alone: a BERT adds no [CLS] and [SEP] and a Llama no BOS, unlike
         transformers, whose ids are those of `tokenizer.encode(text, special_tokens=True)`. Then the
@@ -301,14 +307,14 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], special_tokens: bool | None = None
     ) -> list[list[int]]:
-        """Token ids of each text, as `encode` gives them, computed on all cores."""
+        """Return the token ids of each text, as `encode` gives them, computed on all cores."""
         reads_names = self._reads_names if special_tokens is None else special_tokens
         before, after = self._template if reads_names else ([], [])
         rows = self.encoder.rows(texts, reads_names)
         return [[*before, *row.tolist(), *after] for row in rows]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text as plain text, uint32, computed on all cores."""
+        """Return the token ids of each text as plain text, uint32, computed on all cores."""
         return self.encoder.rows(texts, False)
 
     def encode_iterable(
@@ -330,8 +336,9 @@ class Tokenizer:
         """Return the text of token ids; bytes that are not UTF-8 become replacement characters."""
         skip = not self._reads_names if skip_special_tokens is None else skip_special_tokens
         text = str(self._backend.decode([int(token) for token in ids], skip_special_tokens=skip))
-        for spaced in SPACED if self._cleans else ():
-            text = text.replace(spaced, spaced.strip())
+        if self._cleans:
+            for spaced in SPACED:
+                text = text.replace(spaced, spaced.strip())
         return text
 
     @property
@@ -347,22 +354,20 @@ class Tokenizer:
     @functools.cached_property
     def _template(self) -> tuple[list[int], list[int]]:
         frame = self.frame(1)
-        before = list[int]()
-        after = list[int]()
-        side = before
-        for slot in frame.slots if frame else ():
-            if slot.token is None:  # where the text goes
-                side = after
-            else:
-                side.append(slot.token)
-        return before, after
+        if frame is None:
+            return [], []
+        tokens = [slot.token for slot in frame.slots]
+        text = tokens.index(None)
+        return tokens[:text], tokens[text + 1 :]  # type: ignore[return-value]
 
     def frame(self, texts: int) -> Frame | None:
         """Return the frame that the template puts around one text, or around two that are read
         together; None where it adds nothing."""
         if texts not in self._frames:
             # A text that can be encoded with every vocabulary, as far as possible.
-            name = self._backend.id_to_token(self._roles["eos"]) if "eos" in self._roles else None
+            name = None
+            if "eos" in self._roles:
+                name = self._backend.id_to_token(self._roles["eos"])
             frame = Frame.of(self.encoder.marking, name or "a", texts, self.origin)
             for slot in frame.slots if frame else ():
                 if slot.token is not None and slot.token >= self.vocab_size:
@@ -394,14 +399,19 @@ class Tokenizer:
         """Return a token by itself; bytes that are not UTF-8 as \\xNN, an id without a token as
         <id>."""
         name = self._backend.id_to_token(token)
-        if name is None or self._spelling.continuation:
-            return f"<{token}>" if name is None else name
+        if name is None:
+            return f"<{token}>"
+        # A token of WordPiece is shown with its mark.
+        if self._spelling.continuation:
+            return str(name)
         return self.raw(token).decode("utf-8", "backslashreplace")
 
     def raw(self, token: int) -> bytes:
         """Return the bytes of a token, with the space before it; none for an id without a token."""
         name = self._backend.id_to_token(token)
-        return b"" if name is None else self._spelling.raw(name)
+        if name is None:
+            return b""
+        return self._spelling.raw(name)
 
     @functools.cached_property
     def _spelling(self) -> Spelling:
@@ -417,8 +427,9 @@ class Tokenizer:
         tokens are a list."""
         ids_by_role: dict[str, Any] = {**self._roles}
         if "eos" in ids_by_role:
-            ends = [*self.end_tokens]
-            ids_by_role |= {"start": self.start_token, "eos": ends if len(ends) > 1 else ends[0]}
+            ids_by_role["start"] = self.start_token
+            if len(self.end_tokens) > 1:
+                ids_by_role["eos"] = [*self.end_tokens]
         return {key: ids_by_role[role] for key, role in ID_KEYS.items() if role in ids_by_role}
 
     def sentinels(self) -> list[int]:
@@ -429,7 +440,7 @@ class Tokenizer:
     def ordinary(self) -> np.ndarray:
         """Return the ids of all tokens that are not special, ascending: int32."""
         special = self._spelling.added
-        ids = {index for token, index in self._vocab.items() if not special.get(token)}
+        ids = [index for token, index in self._vocab.items() if not special.get(token)]
         return np.array(sorted(ids), np.int32)
 
     def word_edges(self) -> np.ndarray:
@@ -445,7 +456,8 @@ class Tokenizer:
         return edges
 
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of each token's text: int32 [vocab_size], 0 for special and unused ids."""
+        """Return the number of UTF-8 bytes of each token's text: int32 [vocab_size], 0 for special
+        and unused ids."""
         sizes = np.zeros(self.vocab_size, np.int32)
         for token, index in self._vocab.items():
             sizes[index] = self._spelling.size(token)
@@ -477,5 +489,7 @@ class Tokenizer:
         end = self._roles.get("eos")
         guess = self._guessed.get("eos")
         ends = [end, self._roles.get("start", end), self.forced_token]
-        changed_ends = "" if ends == [guess, guess, None] else json.dumps(ends)
-        return hashlib.blake2b((settings + changed_ends).encode(), digest_size=16).hexdigest()
+        # Roles that the files name otherwise than the names of tokens say.
+        if ends != [guess, guess, None]:
+            settings += json.dumps(ends)
+        return hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import jaxformer as jf
 from jaxformer.config.settings import with_settings
-from jaxformer.interop.architectures import architecture_of
+from jaxformer.interop.architectures import find_architecture
 from jaxformer.interop.experts import DEEPSEEK_V3
 from jaxformer.interop.hf_config import HFConfig
 
@@ -78,7 +78,7 @@ def test_the_published_config_is_read_and_written_back():
     np.testing.assert_allclose(config.attention.scale, 192**-0.5 * m * m, rtol=1e-12)
     assert config.rope_scale == 1
     written = DEEPSEEK_V3.write(config, ARCHITECTURE)
-    assert architecture_of(config, ARCHITECTURE)[0] is DEEPSEEK_V3
+    assert find_architecture(config, ARCHITECTURE)[0] is DEEPSEEK_V3
     different = {key for key in PUBLISHED if written.get(key) != PUBLISHED[key]}
     assert different == {"aux_loss_alpha", "ep_size", "seq_aux", "num_nextn_predict_layers"} | {
         "rope_scaling"
@@ -94,7 +94,7 @@ def test_the_published_config_is_read_and_written_back():
 def test_the_factor_of_the_scores_survives_a_round_trip(mscales):
     scaling = dict(rope_type="yarn", factor=7.3, original_max_position_embeddings=64)
     config = read(num_hidden_layers=4, n_routed_experts=16, rope_scaling=scaling | mscales)
-    assert architecture_of(config, ARCHITECTURE)[0] is DEEPSEEK_V3
+    assert find_architecture(config, ARCHITECTURE)[0] is DEEPSEEK_V3
     written = DEEPSEEK_V3.write(config, ARCHITECTURE)["rope_scaling"]
     assert written.get("mscale_all_dim") == pytest.approx(mscales.get("mscale_all_dim"), rel=1e-7)
 

@@ -22,7 +22,7 @@ from jaxformer.interop.architectures import (
     BASES,
     HF_FAMILIES,
     differences,
-    stated_architecture,
+    read_architecture,
 )
 from jaxformer.interop.encoder_decoders import DECODER
 from jaxformer.interop.fields import FULL, SLIDING, Key
@@ -297,10 +297,10 @@ def test_a_key_of_any_family_that_changes_what_is_computed_is_refused_by_name():
 
 
 def test_a_model_type_names_its_architecture_where_it_has_one_and_else_asks_for_it():
-    found = stated_architecture(Path("config.json"), {"model_type": "gpt2"})
+    found = read_architecture(Path("config.json"), {"model_type": "gpt2"})
     assert found == (FAMILY["gpt2"], "GPT2LMHeadModel")
     with pytest.raises(jf.ConfigError, match="BertForMaskedLM"):
-        stated_architecture(Path("config.json"), {"model_type": "bert"})
+        read_architecture(Path("config.json"), {"model_type": "bert"})
 
 
 def test_no_model_type_of_transformers_is_read_as_the_class_of_another_one():
@@ -314,10 +314,10 @@ def test_no_model_type_of_transformers_is_read_as_the_class_of_another_one():
         for name, expected in [*types.items()][index % 7 :: 7]:
             keys = {"model_type": kind, "architectures": ["NoSuchModel", name]}
             if kind == expected:
-                assert stated_architecture(Path(), keys)[0].model_type == kind
+                assert read_architecture(Path(), keys)[0].model_type == kind
                 continue
             with pytest.raises(jf.ConfigError, match=r"Download config\.json again") as told:
-                stated_architecture(Path(), keys)
+                read_architecture(Path(), keys)
             assert f'model_type="{kind}"' in str(told.value) and name in str(told.value)
 
 
@@ -440,7 +440,7 @@ def test_a_part_of_a_leaf_is_that_part_of_its_tensors():
     config = with_settings(jf.ModelConfig(), {**ENCODER, **sizes, "tied_head": True})
     leaves = drawn(config)
     plan = FAMILY["bert"].tensors(config)
-    stored = {tensor.name: tensor_table.tensor_of(tensor, leaves) for tensor in plan}
+    stored = {tensor.name: tensor_table.joined_tensor(tensor, leaves) for tensor in plan}
     part, asked = reader(plan, config, stored)
     assert not tensor_table.paths_without_tensor(plan, specs(config))
     for path, leaf in leaves.items():
@@ -472,7 +472,7 @@ def test_a_part_of_the_experts_is_that_part_of_their_tensors(kind):
     leaves = drawn(config)
     plan = FAMILY[kind].tensors(config)
     assert not tensor_table.paths_without_tensor(plan, specs(config))
-    stored = {tensor.name: tensor_table.tensor_of(tensor, leaves) for tensor in plan}
+    stored = {tensor.name: tensor_table.joined_tensor(tensor, leaves) for tensor in plan}
     assert {name: tensor.shape for name, tensor in stored.items()} == {
         tensor.name: tensor.shape for tensor in plan
     }

@@ -319,7 +319,7 @@ def copied(place, what, **changes):
 @pytest.mark.xdist_group("llama")
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_not_computed_is_refused_by_name(case, plain, monkeypatch):
-    monkeypatch.setattr("jaxformer.interop.peft_config.FITTING_SECONDS", 0.5)
+    monkeypatch.setattr("jaxformer.interop.peft_config.MATCH_SECONDS", 0.5)
     changes, message = WRONG[case]
     with pytest.raises(jf.ConfigError, match=message):
         jf.load(copied(plain, case, **changes))

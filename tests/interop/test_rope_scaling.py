@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
-from jaxformer.interop.architectures import ARCHITECTURES, architecture_of
+from jaxformer.interop.architectures import ARCHITECTURES, find_architecture
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.layers.positions import FREQUENCIES
 
@@ -151,6 +151,6 @@ def test_phi3_is_written_where_transformers_reads_it(fields, obstacle):
     family = ARCHITECTURES["Phi3ForCausalLM"]
     if obstacle:
         with pytest.raises(ConfigError, match=obstacle):
-            architecture_of(config, "Phi3ForCausalLM")
+            find_architecture(config, "Phi3ForCausalLM")
     else:
-        assert architecture_of(config, "Phi3ForCausalLM")[0] is family
+        assert find_architecture(config, "Phi3ForCausalLM")[0] is family
