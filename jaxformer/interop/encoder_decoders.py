@@ -30,7 +30,7 @@ from jaxformer.interop.fields import (
 )
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import GEMMA2_CAPS, GEMMA_BLOCK, SIZES_OF_ALL
-from jaxformer.interop.rope import Rope
+from jaxformer.interop.rope import RopeKeys
 from jaxformer.interop.tensor_table import AS_ROW, LINEAR, TensorRow, block, norm, projections
 
 # BART (arXiv:1910.13461), and the encoder-decoders with its tensors: Marian (arXiv:1804.00344),
@@ -369,7 +369,7 @@ STACK_KEYS = (
     *(row for row in SIZES_OF_ALL if not isinstance(row, Dropout)),
     *GEMMA_BLOCK,
     *GEMMA2_CAPS,
-    Rope(),
+    RopeKeys(),
     Windows(every=2),
     IgnoredKeys("dropout_rate tie_word_embeddings"),
 )

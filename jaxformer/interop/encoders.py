@@ -27,7 +27,7 @@ from jaxformer.interop.fields import (
     tied,
 )
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.rope import Length, Rope
+from jaxformer.interop.rope import Length, RopeKeys
 from jaxformer.interop.tensor_table import TensorRow, block, linear, norm, output, projections
 
 # What the families have in common. Rows of a later mapping override it.
@@ -480,7 +480,7 @@ NOMIC_BERT = encoder_like(
         *keys(SIZES, head_dim=None, type_vocab_size=2, layer_norm_eps=1e-12),
         Choice("hidden_act", "activation", GATED_NAMES, "silu"),
         Length(2048),
-        Rope(theta=("rope_theta", 1000.0)),
+        RopeKeys(theta=("rope_theta", 1000.0)),
         Present(
             "nomic_bert.pooler.dense.weight", "head.pooler", ("NomicBertForSequenceClassification",)
         ),
@@ -561,7 +561,7 @@ MODERNBERT = encoder_like(
         DivisibleHeads(),
         *keys(f"{SIZES} norm_eps"),
         Length(8192),
-        Rope(
+        RopeKeys(
             theta=("global_rope_theta", 160_000.0),
             local=("local_rope_theta", 10_000.0),
             kinds=("default",),

@@ -41,7 +41,7 @@ from jaxformer.interop.llama import (
     USUAL,
     sizes,
 )
-from jaxformer.interop.rope import Length, Rope
+from jaxformer.interop.rope import Length, RopeKeys
 from jaxformer.interop.tensor_files import Mxfp4Files
 from jaxformer.interop.tensor_table import (
     BY_HEAD,
@@ -165,7 +165,7 @@ MIXTRAL = decoder_like(
         *routed("num_local_experts"),
         RMS,
         SILU,
-        Rope(theta=("rope_theta", 1_000_000.0)),
+        RopeKeys(theta=("rope_theta", 1_000_000.0)),
         Windows(kinds=False, default_window=None),
         # Noise on the input of the experts in training, and not on the logits of the router.
         FixedKey("router_jitter_noise", (0.0, None)),
@@ -279,7 +279,7 @@ GPT_OSS = decoder_like(
         Constant({"activation": "swiglu_clamped"}),
         *fixed(hidden_act="silu", swiglu_limit=7.0, swiglu_alpha=1.702),
         RMS,
-        Rope(theta=("rope_theta", 150_000.0), needed=True),
+        RopeKeys(theta=("rope_theta", 150_000.0), needed=True),
         Windows(every=2, default_window=128),
         Biases({"attention_bias": (ATTENTION, True)}, always=FFN),
         # Of the published files, which transformers does not read.
@@ -340,7 +340,7 @@ class LatentHeads(KeyMapping):
         return {"qk_nope_head_dim": config.head_width - rotated, "qk_rope_head_dim": rotated}
 
 
-class LatentRope(Rope):
+class LatentRope(RopeKeys):
     """RoPE whose YaRN multiplies the scores by m(mscale_all_dim)^2, m(x) = 1 + 0.1 x ln(factor)."""
 
     def read(self, hf: HFConfig) -> ConfigFields:

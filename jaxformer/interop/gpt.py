@@ -29,7 +29,7 @@ from jaxformer.interop.fields import (
 )
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import ATTENTION, FFN, LAYER, ROWS, sizes
-from jaxformer.interop.rope import Length, Rope
+from jaxformer.interop.rope import Length, RopeKeys
 from jaxformer.interop.tensor_table import (
     BY_HEAD,
     CONV,
@@ -103,7 +103,7 @@ GPT_NEOX = decoder_like(
         Length(2048),
         Choice("hidden_act", "activation", PLAIN, "gelu"),
         Choice("use_parallel_residual", "residual", {True: "parallel", False: "sequential"}, True),
-        Rope(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
+        RopeKeys(theta=("rotary_emb_base", 10_000.0), fraction=("rotary_pct", 0.25)),
         AliasKey("rope_theta", "rotary_emb_base", "rope.theta", checked=True),
         AliasKey("partial_rotary_factor", "rotary_pct", "rope.fraction", checked=True),
         Biases({"attention_bias": (ATTENTION, True)}, always=frozenset({"ffn", "norm"})),
@@ -419,7 +419,7 @@ FALCON = decoder_like(
         # transformers 5 adds ALiBi once or twice, depending on the kernel, rounded to bfloat16.
         FixedKey("alibi", (False, None)),
         Length(2048),
-        Rope(),
+        RopeKeys(),
         Dropout("attention_dropout hidden_dropout"),
         IgnoredKeys("apply_residual_connection_post_layernorm ff_factor rotary"),
     ),
@@ -507,7 +507,7 @@ STARCODER2 = decoder_like(
         Dropout("residual_dropout embedding_dropout"),
         Constant({"norm": "layer"}),
         Choice("hidden_act", "activation", PLAIN, "gelu_pytorch_tanh"),
-        Rope(),
+        RopeKeys(),
         Windows(kinds=False, default_window=None),
         Biases({"use_bias": (ATTENTION | FFN, True)}, always=frozenset({"norm"})),
         # Of the published files, which transformers does not read.

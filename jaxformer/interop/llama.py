@@ -28,7 +28,7 @@ from jaxformer.interop.fields import (
     keys,
 )
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.rope import ORIGINAL, Length, Rope, TemperedRope
+from jaxformer.interop.rope import ORIGINAL, Length, RopeKeys, TemperedRope
 from jaxformer.interop.tensor_table import AS_STORED, TensorRow, block, norm, projections, with_rows
 
 ATTENTION = frozenset({"qkv", "out"})
@@ -66,7 +66,7 @@ SIZES_OF_ALL = sizes()
 SILU = Choice("hidden_act", "activation", GATED_NAMES, "silu")
 ATTENTION_BIAS = Biases({"attention_bias": (ATTENTION, False)})
 RMS = Constant({"norm": "rms"})
-USUAL = (RMS, SILU, Rope())
+USUAL = (RMS, SILU, RopeKeys())
 BIAS_FLAGS = Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)})
 LLAMA = decoder_like(
     "llama",
@@ -141,7 +141,7 @@ STABLELM = decoder_like(
         DivisibleHeads(),
         LAYER_NORM,
         SILU,
-        Rope(fraction=("partial_rotary_factor", 0.25)),
+        RopeKeys(fraction=("partial_rotary_factor", 0.25)),
         Biases({"use_qkv_bias": (frozenset({"qkv"}), False)}, always=frozenset({"norm"})),
         Choice("qk_layernorm", "attention.query_key_norm", LAYER_NORM_OF_HEADS, False),
         Choice(
@@ -168,7 +168,7 @@ PHI3 = decoder_like(
         IgnoredKeys("full_attn_mod interpolate_factor"),
         RMS,
         SILU,
-        Rope(
+        RopeKeys(
             fraction=("partial_rotary_factor", 1.0),
             original=(ORIGINAL, 4096),
             kinds=("default", "longrope"),
@@ -206,7 +206,7 @@ SMOLLM3 = decoder_like(
         *SIZES_OF_ALL,
         RMS,
         SILU,
-        Rope(theta=("rope_theta", 2_000_000.0)),
+        RopeKeys(theta=("rope_theta", 2_000_000.0)),
         RotatedLayers(switch=True, default_window=None),
         # Of the published files, which transformers does not read.
         IgnoredKeys("max_window_layers"),
@@ -236,7 +236,7 @@ OLMO2 = decoder_like(
     "olmo2",
     "Olmo2",
     OLMO2_ROWS,
-    (*OLMO2_KEYS, Rope()),
+    (*OLMO2_KEYS, RopeKeys()),
     covers="norms after each sublayer; query-key norms over all heads; biases by flag",
 )
 OLMO3_THETA = ("rope_theta", 500_000.0)
@@ -246,7 +246,7 @@ OLMO3 = decoder_like(
     OLMO2_ROWS,
     (
         *OLMO2_KEYS,
-        Rope(theta=OLMO3_THETA, local=OLMO3_THETA),
+        RopeKeys(theta=OLMO3_THETA, local=OLMO3_THETA),
         # Written for older readers beside rope_parameters.
         IgnoredKeys("rope_theta"),
         Windows(every=4),
@@ -294,7 +294,7 @@ COHERE = decoder_like(
         *keys(layer_norm_eps=1e-5),
         LogitFactor("logit_scale", 0.0625),
         SILU,
-        Rope(theta=("rope_theta", 500_000.0)),
+        RopeKeys(theta=("rope_theta", 500_000.0)),
         INTERLEAVED_PAIRS,
         ATTENTION_BIAS,
         Choice("use_qk_norm", "attention.query_key_norm", LAYER_NORM_OF_HEADS, False),
@@ -325,7 +325,7 @@ GLM4 = decoder_like(
         RMS,
         Constant({"norm_placement": "sandwich"}),
         SILU,
-        Rope(fraction=("partial_rotary_factor", 0.5)),
+        RopeKeys(fraction=("partial_rotary_factor", 0.5)),
         INTERLEAVED_PAIRS,
         Biases({"attention_bias": (frozenset({"qkv"}), True)}),
     ),
@@ -347,7 +347,7 @@ GEMMA1 = decoder_like(
             "hidden_act", "activation", {**GATED_NAMES, "gelu": "geglu_tanh"}, "gelu_pytorch_tanh"
         ),
         IgnoredKeys("hidden_activation"),
-        Rope(),
+        RopeKeys(),
         ATTENTION_BIAS,
         ONE_SIDED,
     ),
@@ -386,7 +386,7 @@ GEMMA2 = decoder_like(
     "gemma2",
     "Gemma2",
     GEMMA_ROWS,
-    (*SIZES_OF_ALL, *GEMMA, *GEMMA2_CAPS, Rope(), Windows(every=2)),
+    (*SIZES_OF_ALL, *GEMMA, *GEMMA2_CAPS, RopeKeys(), Windows(every=2)),
     is_tied=True,
     covers="windows in every other layer; soft caps; norms before and after each sublayer",
 )
@@ -401,7 +401,7 @@ GEMMA3 = decoder_like(
         # transformers does not apply it.
         *fixed(attn_logit_softcapping=None),
         OptionalKey("final_logit_softcapping", "head.soft_cap"),
-        Rope(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
+        RopeKeys(theta=("rope_theta", 1_000_000.0), local=("rope_local_base_freq", 10_000.0)),
         Windows(every=6, period="sliding_window_pattern"),
     ),
     base="Gemma3TextModel",

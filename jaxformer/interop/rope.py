@@ -37,7 +37,7 @@ MSCALES = ("mscale", "mscale_all_dim")  # of YaRN, instead of attention_factor
 
 
 @dataclass(frozen=True)
-class Rope(KeyMapping):
+class RopeKeys(KeyMapping):
     """RoPE of a family. `theta`, `fraction` and `local` are (key, default) for what rope_parameters
     does not say: the base, the rotated part of a head, and the base of layers with a window.
     `original` is (key, default) of the length before scaling where it is beside rope_parameters.
@@ -209,7 +209,7 @@ class Length(KeyMapping):
 TEMPERATURE = "llama_4_scaling_beta"
 
 
-class TemperedRope(Rope):
+class TemperedRope(RopeKeys):
     """RoPE, and beside it in rope_parameters the growth of scores with the position (Ministral 3).
     No reader of this family knows older keys."""
 
