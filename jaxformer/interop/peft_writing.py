@@ -125,23 +125,25 @@ def save_adapter(
         )
 
     saved_modules = layout.saved_modules(leaves, learned)
-    tensors = {
-        PREFIX + name: joined_tensor(tensor, leaves)
-        for name, tensor in layout.tensors.items()
-        if is_in(name, saved_modules)
-    }
+    tensors = {}
+    for name, tensor in layout.tensors.items():
+        if is_in(name, saved_modules):
+            tensors[PREFIX + name] = joined_tensor(tensor, leaves)
     names = {name: name for name in modules} | parameter_modules([*layout.parameters], parameters)
     for name, module in (modules | parameters).items():
         name_a, name_b = matrix_names(module.tensor)
         tensors[f"{PREFIX}{names[name]}.{name_a}"] = module.lora_a
         tensors[f"{PREFIX}{names[name]}.{name_b}"] = module.lora_b
-    stored = {
-        name: as_stored(name, value, jnp.dtype(dtype)) for name, value in sorted(tensors.items())
-    }
+    stored = {}
+    for name in sorted(tensors):
+        stored[name] = as_stored(name, tensors[name], jnp.dtype(dtype))
     settings = _settings(config, layout, modules, parameters, saved_modules)
     settings["base_model_name_or_path"] = str(base) or None
-    rates = [leaf.dropout for leaf in leaves.values() if isinstance(leaf, LowRank)]
-    settings["lora_dropout"] = 0.0 if parameters else max(rates)
+    settings["lora_dropout"] = 0.0
+    # peft refuses dropout of parameters.
+    if not parameters:
+        rates = [leaf.dropout for leaf in leaves.values() if isinstance(leaf, LowRank)]
+        settings["lora_dropout"] = max(rates)
     with replacing(directory / ADAPTER_WEIGHTS) as file:
         file.write(safetensors_bytes(stored, {"format": "pt"}))
     text = json.dumps(settings, indent=2, sort_keys=True)
@@ -161,8 +163,7 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
         leaf = leaves[path]
         if not isinstance(leaf, LowRank):
             continue
-        arrays = leaf.a, leaf.b, leaf.scale
-        a, b, scale = (np.asarray(x[layer] if layer else x, np.float32) for x in arrays)
+        a, b, scale = (np.asarray(x[layer], np.float32) for x in (leaf.a, leaf.b, leaf.scale))
         if not scale:  # of a layer that the adapter leaves out
             continue
         # a [E, inputs, R] and b [E, R, outputs]; E is 1 where there are no experts.
@@ -192,7 +193,8 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
             # One module has one scale: another leaf's goes into its b.
             factor = np.float32(leaf_scale / module_scale)
             module_b[:, row : row + rank] = leaf_b[:, :rank] * factor
-            row += 0 if is_shared else rank
+            if not is_shared:
+                row += rank
         bs.append(module_b)
     return PeftModule(tensor, *join_matrices(tensor, module_a, bs), module_scale)
 

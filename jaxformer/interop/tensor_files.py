@@ -166,9 +166,8 @@ def has_tensors(directory: Path) -> bool:
     """Return whether the files of weights of a model directory are there, and not only their
     index."""
     index = directory / INDEX
-    if (directory / SINGLE).is_file() or not index.is_file():
-        files = [*directory.glob("*.safetensors")]
-    else:
+    files = [*directory.glob("*.safetensors")]
+    if index.is_file() and not (directory / SINGLE).is_file():
         files = [directory / shard for shard in {*_read_index(index).values()}]
     return bool(files) and all(file.is_file() for file in files)
 
@@ -176,7 +175,9 @@ def has_tensors(directory: Path) -> bool:
 def names_in_index(directory: Path) -> list[str] | None:
     """Return the names of the tensors by the index of a model directory, None where it has none."""
     index = directory / INDEX
-    return [*_read_index(index)] if index.is_file() else None
+    if not index.is_file():
+        return None
+    return [*_read_index(index)]
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -322,7 +323,9 @@ class Mxfp4Files(TensorFiles):
         super().__init__(directory)
         self.packed: dict[str, tuple[Entry, Entry]] = {}  # blocks and scales
         problems: list[str] = []
-        for name in [name for name in self.entries if name.endswith(BLOCKS)]:
+        for name in [*self.entries]:
+            if not name.endswith(BLOCKS):
+                continue
             stem = name.removesuffix(BLOCKS)
             blocks = self.entries.pop(name)
             scales = self.entries.pop(stem + SCALES, None)

@@ -49,11 +49,11 @@ def byte_level_bpe(
         raise ConfigError(
             f"the vocabulary holds {repeated[0]!r} at several ids: an entry has one id."
         )
-    absent = [byte for byte in range(256) if bytes([byte]) not in ids]
+    absent = sorted({bytes([byte]) for byte in range(256)} - ids.keys())
     if absent:
         raise ConfigError(
-            f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {bytes(absent[:1])!r}:"
-            " add them."
+            f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {absent[0]!r}: add"
+            " them."
         )
     for number, (first, second) in enumerate(merges):
         if not ids.keys() >= {first, second, first + second}:

@@ -61,12 +61,13 @@ class Frame(NamedTuple):
         """Return the ids of the special tokens and of the texts between them, and the type of each
         token: both int32 [tokens]."""
         remaining = iter(texts)
-        pieces = [
-            np.asarray(next(remaining) if slot.token is None else [slot.token], np.int32)
-            for slot in self.slots
-        ]
-        kinds = np.array([slot.kind for slot in self.slots], np.int32)
-        return np.concatenate(pieces), np.repeat(kinds, [len(piece) for piece in pieces])
+        pieces = []
+        kinds = []
+        for slot in self.slots:
+            piece = next(remaining) if slot.token is None else [slot.token]
+            pieces.append(np.asarray(piece, np.int32))
+            kinds.append(np.full(len(piece), slot.kind, np.int32))
+        return np.concatenate(pieces), np.concatenate(kinds)
 
     @classmethod
     def of(
@@ -386,7 +387,7 @@ class Tokenizer:
         """Return the tokens of a text as the source of an encoder-decoder: in the template, and an
         end token last where the template has none behind a text (mBART's has a language there)."""
         end = [] if self.end_token in self.suffix else [self.end_token]
-        return [*self.prefix, *map(int, ids), *self.suffix, *end]
+        return [*self.as_prompt(ids), *self.suffix, *end]
 
     def as_target(self, ids: IdSequence) -> list[int]:
         """Return the tokens of a text as the decoder of an encoder-decoder reads it: after the
