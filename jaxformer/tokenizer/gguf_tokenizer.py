@@ -196,8 +196,12 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
         # Each way to cut a token into two, the token with the highest score first.
         scored = []
         for token, index in vocab.items():
-            cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
-            pairs = [pair for pair in cuts if vocab.keys() >= {*pair}]
+            pairs = []
+            # One cut at a time: those of a long token are as many times as long together.
+            for at in range(1, len(token)):
+                pair = (token[:at], token[at:])
+                if vocab.keys() >= {*pair}:
+                    pairs.append(pair)
             pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
             scored += [(scores[index], pair) for pair in pairs]
         scored.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)

@@ -149,8 +149,8 @@ class TokenizerMetadata:
                     # Old configs write -1 for no token.
                     if type(value) is not int or not -1 <= value < 2**32:
                         raise ConfigError(
-                            f"{folder / name}: {key} is {values!r}, and must be the id of a token,"
-                            " at least 0."
+                            f"{folder / name}: {key} is {content[key]!r}, and must be the id of a"
+                            " token, at least 0."
                         )
                     # Ids without a token, which pad a vocabulary, are left out.
                     if value >= 0 and backend.id_to_token(value) is not None:
