@@ -13,11 +13,12 @@ from products import slow_but
 
 import jaxformer as jf
 from jaxformer.arrays.params import contract
+from jaxformer.config.settings import with_settings
 from jaxformer.generation import weights
 from jaxformer.generation.weights import OutputMajor, prepared
 from jaxformer.models import stack
 
-CONFIG = jf.ModelConfig(**SIZES | {"dtype": "bfloat16"})
+CONFIG = with_settings(jf.ModelConfig(), SIZES | {"dtype": "bfloat16"})
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_params_of_which_one_leaf_changed_are_made_anew(calls):
 def test_another_dtype_is_made_anew(calls):
     params = fresh()
     prepared(params, CONFIG)
-    found = prepared(params, jf.ModelConfig(**SIZES | {"dtype": "float32"}))
+    found = prepared(params, with_settings(jf.ModelConfig(), SIZES | {"dtype": "float32"}))
     assert len(calls) == 2 and found["embed"]["tokens"].dtype == jnp.float32
 
 
@@ -84,7 +85,7 @@ def test_nothing_is_kept_of_what_is_traced(calls):
 
 def test_one_program_arranges_all_layers_and_one_trace_reads_them(monkeypatch):
     """The start of a command: neither is repeated for each layer."""
-    config = jf.ModelConfig(**SIZES | {"dtype": "float32", "n_layers": 5})
+    config = with_settings(jf.ModelConfig(), SIZES | {"dtype": "float32", "n_layers": 5})
     params = jf.init(config, jax.random.key(3))
     traced, block = [], stack.block
     monkeypatch.setattr(stack, "block", lambda *args: traced.append(1) or block(*args))
@@ -98,7 +99,7 @@ def test_one_program_arranges_all_layers_and_one_trace_reads_them(monkeypatch):
 @pytest.mark.parametrize("rows", slow_but([1, 2, 3], 1))
 def test_weights_with_their_outputs_first_are_those_of_the_params(rows):
     """On a CPU all matrices of a layer are stored so; each stands for what the params have."""
-    config = jf.ModelConfig(**SIZES | {"dtype": "float32"})
+    config = with_settings(jf.ModelConfig(), SIZES | {"dtype": "float32"})
     params = fresh()
     layers = prepared(params, config)["blocks"]
     turned = 0

@@ -8,12 +8,13 @@ from families import SIZES
 
 import jaxformer as jf
 from jaxformer.cli.attention import stages_of
+from jaxformer.config.settings import with_settings
 from jaxformer.tools.model_shapes import formula_of, shapes_of
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder_decoder"])
 def test_every_sublayer_is_a_stage_with_its_formula_and_its_products(family: str) -> None:
-    config = jf.ModelConfig(**(SIZES | {"family": family}))
+    config = with_settings(jf.ModelConfig(), SIZES | {"family": family})
     rows = [row for row in shapes_of(config, 1, 5, 7) if row.makes]
     stages = stages_of(config, 5, 7)
     flat = [each for stage in stages for each in (stage, *stage["products"])]
@@ -31,7 +32,7 @@ def test_every_sublayer_is_a_stage_with_its_formula_and_its_products(family: str
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_at_a_step_the_shapes_are_those_of_the_target_so_far(family: str) -> None:
     """The page replaces the size of each axis T by the number of the step."""
-    config = jf.ModelConfig(**(SIZES | {"family": family}))
+    config = with_settings(jf.ModelConfig(), SIZES | {"family": family})
 
     def sizes(length: int, at: int) -> list[Any]:
         return [
@@ -75,7 +76,7 @@ SHOWN = {  # a change of settings, the sublayer whose formula it changes, and a 
     "head.soft_cap=30": ("head", "30 tanh"),
     "head.scale=rsqrt": ("head", "x / √D"),
     "embedding.norm=True": ("encoder.embed", "norm("),
-    "token_types=2": ("decoder.embed", "U[token type]"),
+    "embedding.token_types=2": ("decoder.embed", "U[token type]"),
 }
 
 
@@ -84,13 +85,13 @@ def test_a_setting_that_changes_a_sublayer_changes_its_formula(change: str) -> N
     setting, _, value = change.partition("=")
     typed: Any = {"True": True, "30": 30.0, "1": 1.0, "2": 2}.get(value, value)
     name, part = SHOWN[change]
-    before = formula_of(jf.ModelConfig(**BASE), name)
-    after = formula_of(jf.ModelConfig(**(BASE | {setting: typed})), name)
+    before = formula_of(with_settings(jf.ModelConfig(), BASE), name)
+    after = formula_of(with_settings(jf.ModelConfig(), BASE | {setting: typed}), name)
     assert part in " ".join(after) and part not in " ".join(before)
 
 
 def test_cross_attention_reads_the_encoder_and_turns_nothing() -> None:
-    config = jf.ModelConfig(**(BASE | {"positions": "rope"}))
+    config = with_settings(jf.ModelConfig(), BASE | {"positions": "rope"})
     assert "RoPE" in formula_of(config, "decoder.0.attention")[0]
     cross = formula_of(config, "decoder.0.cross")
     assert "m W_K" in cross[0] and "RoPE" not in cross[0] and cross[-1].endswith("cross(norm(x))")
