@@ -117,6 +117,8 @@ def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
     takes several."""
     if is_same_function(config, stated):
         return []
+    # Fields may differ and change no logit, such as those of initial values: a message has no use
+    # for these.
     told = {}
     alone = []
     settings_there = flat(stated)

@@ -42,7 +42,9 @@ ENCODER = Constant(
     }
 )
 
+# Names of TensorFlow in the first published checkpoints.
 OLD_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+# Indices that older versions saved beside the weights.
 BUFFERS = (r"embeddings\.(position_ids|token_type_ids)$",)
 Heads = Mapping[str, tuple[TensorRow, ...]]  # the rows of each head, by `config.output`
 DENSE_TAGS = "dense tags"  # and of tags with a layer before the output
@@ -219,6 +221,7 @@ BERT_MASKED = MaskedHead(
     "cls.predictions.decoder",
     "cls.predictions.bias",
 )
+# The classes that have a pooler, for a config.json whose weights are not there.
 WITH_POOLER = ("BertForPreTraining", "BertForSequenceClassification", "BertModel")
 BERT = encoder_like(
     "bert",
@@ -680,6 +683,7 @@ PUBLISHED_HEAD = (
     (r"^lm_predictions\.lm_head\.bias$", "cls.predictions.bias"),
     (r"^lm_predictions\.lm_head\.", "cls.predictions.transform."),
 )
+# Other names are refused: the pooler has one of three here.
 POOLER_ACTIVATIONS: Mapping[Any, Any] = {"gelu": "gelu", "tanh": "tanh", "relu": "relu"}
 DEBERTA = encoder_like(
     "deberta-v2",

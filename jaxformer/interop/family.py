@@ -90,6 +90,7 @@ class Family:
             elif quantization_method(hf.values) not in self.packed:
                 hf.only(key, (*allowed, *({"quant_method": name} for name in self.packed)))
         config_fields: ConfigFields = {}
+        # What a later row says holds: the families put their own behind those of their relatives.
         for row in self.fields:
             config_fields |= row.read(hf)
         config_fields |= self.architectures[architecture]
@@ -104,6 +105,7 @@ class Family:
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """Return the keys of a config."""
+        # No config.json has a parametrization, so factors that follow from muP are numbers there.
         complete = with_factors(config)
         keys = {"architectures": [architecture], "model_type": self.model_type}
         for row in self.fields:
@@ -115,6 +117,7 @@ class Family:
         be written as this architecture at all."""
         if self.architectures[architecture].get("head.kind", "language") != config.output:
             raise ConfigError(f"model.head.kind={config.output!r}")
+        # Some settings are read off the tensors that a file has, such as a pooler.
         names = self.named(tensor.name for tensor in self.tensors(config))
         return self.read(HFConfig(self.write(config, architecture), names), architecture)
 
@@ -138,6 +141,7 @@ class Family:
         return tensors(rows, model_specs(config))
 
 
+# The frequencies of RoPE, which older versions of transformers saved; they are computed.
 INV_FREQ = r"rotary_emb\.inv_freq$"
 
 

@@ -40,6 +40,7 @@ PLAIN = by_hf_name(
         "quick_gelu": "quick_gelu",
     }
 )
+# The gated activation here whose gate has a plain one.
 GATE_NAMES = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu", "relu": "reglu"}
 GATED_NAMES = {name: GATE_NAMES[plain] for name, plain in PLAIN.items() if plain in GATE_NAMES} | {
     "sigmoid": "glu"
@@ -177,6 +178,7 @@ class Choice(KeyMapping):
 
     def read(self, hf: HFConfig) -> ConfigFields:
         value = hf.get(self.hf, self.default)
+        # Which are in no table: they have no hash.
         if isinstance(value, (list, dict)) or value not in self.values:
             raise hf.unsupported(self.hf, value, self.values)
         return {self.field: self.values[value]}
@@ -321,6 +323,7 @@ class DivisibleHeads(KeyMapping):
     def read(self, hf: HFConfig) -> ConfigFields:
         width = hf.number("hidden_size")
         heads = hf.positive("num_attention_heads")
+        # A directory that transformers refuses is no export, though the model runs here.
         if width % heads:
             allowed = f"a divisor of hidden_size={width}"
             raise hf.unsupported("num_attention_heads", heads, [allowed])
@@ -370,6 +373,7 @@ class KeyTable(KeyMapping):
         table_fields: ConfigFields = {}
         for row in self.rows:
             table_fields |= row.read(entries)
+        # In a table nothing is a key of another program: what is not read is refused.
         for key in entries.unknown():
             raise hf.unsupported(f"{self.hf}.{key}", entries.values[key], [None])
         return table_fields

@@ -62,6 +62,7 @@ class HFConfig:
     def get(self, key: str, default: Any = None) -> Any:
         self.keys_read.add(key)
         value = self.values.get(key, default)
+        # A giant number would overflow where it is a width, or make room for it.
         if type(value) is int and abs(value) > LARGEST:
             raise self.unsupported(key, value, [f"-{LARGEST} to {LARGEST}"])
         return value
@@ -119,6 +120,7 @@ class HFConfig:
 
     def unknown(self) -> list[str]:
         """Return the keys with a value that were not read and are not known to be neutral."""
+        # A value that is empty or false changes nothing in any version that has the key.
         neutral = self.keys_read | {*NEUTRAL.split()} | REQUIRED.keys()
         return sorted(
             key

@@ -88,6 +88,7 @@ class PeftSettings:
 
         alpha = self.lora_alpha
         for key, value in self.alpha_pattern.items():
+            # The package stops at a time, and `re` of the standard library does not.
             try:
                 if regex.fullmatch(rf"(.*\.)?({key})", module, timeout=MATCH_SECONDS):
                     alpha = value
@@ -164,6 +165,7 @@ def find_base(directory: Path, base: str | Path | None = None) -> Path:
             f" jf.load({str(directory)!r}, base=PATH), or as"
             f' "base_model_name_or_path" in {directory / ADAPTER_CONFIG}.'
         )
+    # Two adapters on top of each other would need an order that no file states.
     if is_adapter(found):
         raise ConfigError(
             f"the base of {directory}, {found}, is an adapter itself: merge that one first"

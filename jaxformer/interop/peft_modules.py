@@ -95,6 +95,7 @@ class Layout:
                         f"learned={[*learned]} saves {path}, which is no array but"
                         f" {type(leaves[path]).__name__}: leave it out."
                     )
+        # peft would load one place alone, and the other would keep the base's numbers.
         repeated = [copy.name for copy in self.copies if is_in(copy.name, modules)]
         if repeated:
             raise ConfigError(
@@ -133,6 +134,7 @@ def adapter_layout(config: ModelConfig, architecture: str | None = None) -> Layo
         copies = ()
 
     by_name = {_in_class(tensor.name): tensor for tensor in plan}
+    # peft wraps modules by their names, and experts, which are no modules, as parameters.
     parameters = {}
     modules = {}
     for name, tensor in by_name.items():

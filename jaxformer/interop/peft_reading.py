@@ -148,6 +148,7 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
     names = matched(stored.saved, [*layout.tensors, *copies], layout.prefix, layout.renamed)
     if unknown := sorted({*stored.saved} - {*names.values()}):
         raise misfit(f"{first_of(unknown, 3, ', ')}: the model has no such tensor")
+    # Both names of one tensor in the model.
     for copy, of in copies.items():
         # peft changes one of the two, unless it has saved both, and alike.
         both = [stored.read(stored.saved[names[name]]) for name in (copy, of) if name in names]
@@ -233,6 +234,7 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     leaves = _with_saved(stored, saved, params, config, put)
+    # Stacked leaves have the adapters of all layers in one array, and so one rank: the largest.
     table = rows(model_specs(config))
     modules_of: dict[str, list[AdaptedModule]] = {}
     for module in modules:

@@ -60,8 +60,10 @@ from jaxformer.models.quantize import is_quantized, quantized_leaf
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.transformer import without_objective
 
+# As transformers: the host holds one file while it is written, and each file is one more to load.
 SHARD_BYTES = 5_000_000_000
 HOST_BYTES = 1 << 28  # of a leaf that is on its way from the files to the devices
+# A config.json of another model gives hundreds.
 MISMATCHES_SHOWN = 12
 # A config.json of more parameters than both, the second by numbers in its files, is not followed.
 SMALL = 10**9
@@ -386,6 +388,7 @@ def save_pretrained(
 
     files = write_tensors(directory, dict(sorted(shapes.items())), make_tensor, shard_bytes)
     keys: dict[str, Any] = {"torch_dtype": stored}
+    # Null where there is no such token: transformers would take the ids of its default config.
     keys |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if tokenizer is not None:
         tokenizer.save(directory / "tokenizer.json")
@@ -433,10 +436,12 @@ def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelCon
             return factor * leaf
         return leaf
 
+    # A factor of 1 changes no number, and a copy of all leaves would hold the model twice.
     if factor != 1:
         params = jax.tree.map_with_path(scaled, params)
     standard = dataclasses.replace(config, parametrization="standard", mup_base="")
     divisor = total_divisor(config) / config.head.divisor
+    # A tied matrix is the embedding too, which is not divided.
     if divisor != 1:
         matrix = params["embed"]["tokens"] / divisor
         params = {**params, "head": {**params.get("head", {}), "weight": matrix}}

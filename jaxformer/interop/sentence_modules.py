@@ -34,8 +34,10 @@ def read_pooling(directory: Path) -> Pooling:
     def unfollowed(path: Path, said: str, remedy: str) -> ConfigError:
         return ConfigError(f"{path} {said}, which is not followed: {remedy}.")
 
+    # The file is a list, and in an object it is read with the messages of all other files.
     modules = parse_object(f'{{"modules": {read_text(path)}}}', str(path), ADVICE)["modules"]
     pooling: Pooling | None = None
+    # Prompts are in the mean unless the module says otherwise.
     pools_prompt = True
     if not isinstance(modules, list):
         modules = [modules]
@@ -63,6 +65,7 @@ def read_pooling(directory: Path) -> Pooling:
     if pooling is None:
         raise ConfigError(f"{path} has no module Pooling: {ADVICE}.")
 
+    # Named by the architecture, as sentence_bert_config.json.
     for path in sorted(directory.glob(TEXT_SETTINGS)):
         for key in ("do_lower_case", "processing_kwargs"):
             if read_object(path, ADVICE).get(key):
@@ -112,6 +115,8 @@ def read_text_length(directory: Path, settings: Mapping[str, Any]) -> float | No
 def write_modules(directory: Path, pooling: str, width: int) -> None:
     """Write the modules of a model whose vectors are not the mean of the tokens, which
     sentence-transformers takes where there are none."""
+    # The names of newer files are the keys of POOLING_KEYS; written are the older ones, which every
+    # version reads.
     (name,) = (name for name, (_, value) in POOLING_KEYS.items() if value == pooling)
     modules = [
         {
