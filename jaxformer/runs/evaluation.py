@@ -56,7 +56,9 @@ def make_evaluation(
         if bytes_of is not None:
             length = bytes_of(batch)
             terms["bytes"] = (length, length)
-        return {**terms, **(metrics(params, config, batch) if metrics else {})}
+        if metrics is not None:
+            terms |= metrics(params, config, batch)
+        return terms
 
     totals = make_totals(sums)
 
@@ -123,13 +125,17 @@ class Tasks:
                 ' "jaxformer[lm_eval]".'
             ) from None
         specs = [name.strip() for name in names.split(",") if name.strip()]
-        files = [name.endswith((".yaml", ".yml")) for name in specs]
+        # Names of tasks as they are, and files of tasks as paths.
+        paths = list[str]()
+        all_files = True
+        for name in specs:
+            if name.endswith((".yaml", ".yml")):
+                paths.append(str(Path(name).expanduser().absolute()))
+            else:
+                paths.append(name)
+                all_files = False
         # The index of all tasks of the harness takes seconds.
-        manager = lm_eval.tasks.TaskManager(include_defaults=not all(files))
-        paths = [
-            str(Path(name).expanduser().absolute()) if is_file else name
-            for name, is_file in zip(specs, files, strict=True)
-        ]
+        manager = lm_eval.tasks.TaskManager(include_defaults=not all_files)
         self._evaluate = functools.partial(
             lm_eval.simple_evaluate,
             tasks=paths,

@@ -121,11 +121,13 @@ class HarnessModel(TemplateLM):
         self.batches = 0  # that were read
         # A scan compiles fastest, and there are many shapes to compile.
         self.config = dataclasses.replace(config, layer_loop="scan")
-        auto = str(batch_size).startswith("auto")
-        self.batch_size = AUTO_BATCH if auto else _count("batch_size", batch_size)
+        if str(batch_size).startswith("auto"):
+            batch_size = AUTO_BATCH
+        self.batch_size = _count("batch_size", batch_size)
         context = context_of(self.params, config)
-        length = context if max_length is None else max_length
-        self.max_length = _count("max_length", length, context)
+        if max_length is None:
+            max_length = context
+        self.max_length = _count("max_length", max_length, context)
         self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
 
     @property
@@ -136,9 +138,11 @@ class HarnessModel(TemplateLM):
     def prefix_token_id(self) -> int:
         """The context of a text that has none: BOS, or the end token where the settings of the
         tokenizer name no BOS, whatever config.json says."""
-        is_named = "bos_token" in special_names(self.tokenizer)
-        begin = self.tokenizer.special("bos") if is_named else None
-        return self.eot_token_id if begin is None else begin
+        if "bos_token" in special_names(self.tokenizer):
+            begin = self.tokenizer.special("bos")
+            if begin is not None:
+                return begin
+        return self.eot_token_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -169,8 +173,10 @@ class HarnessModel(TemplateLM):
         try:
             if self._turn_ends is None:
                 asked = chat_history if add_generation_prompt else chat_history[:-1]
+                self._turn_ends = set()
                 end = self._template.end_of_turn(asked)
-                self._turn_ends = set() if end is None else {end}
+                if end is not None:
+                    self._turn_ends.add(end)
             return self._rendered(chat_history, add_generation_prompt)
         except ConfigError as error:
             spoken = [message for message in chat_history if message["role"] != "system"]
@@ -207,7 +213,9 @@ class HarnessModel(TemplateLM):
             return ids[prefix_length : len(ids) - suffix_length]
         if self.backend == "seq2seq" and ids[-1:] != [self.eot_token_id]:
             ids = [*ids, self.eot_token_id]
-        return [self.prefix_token_id, *ids] if self.add_bos_token and not prefix_length else ids
+        if self.add_bos_token and not prefix_length:
+            return [self.prefix_token_id, *ids]
+        return ids
 
     def stops_of(self, until: Sequence[Any]) -> tuple[list[str], set[int]]:
         """The texts that stop a text, and the tokens that do.
@@ -416,8 +424,10 @@ class HarnessModel(TemplateLM):
                 f"max_gen_toks={count} leaves no space for a context in"
                 f" max_length={self.max_length}: ask for fewer tokens."
             )
-        is_random = bool(kwargs.pop("do_sample"))
-        kwargs["temperature"] = kwargs.get("temperature", 1.0) if is_random else 0.0
+        if kwargs.pop("do_sample"):
+            kwargs.setdefault("temperature", 1.0)
+        else:
+            kwargs["temperature"] = 0.0
         rules = writing_rules(self.tokenizer) | kwargs
         rules["end_token"] = tuple(dict.fromkeys([*rules["end_token"], *sorted(ends)]))
         Sampling(**rules)  # raises for a value out of range

@@ -258,11 +258,10 @@ def warm_start(
 
     def leaf(path: str, spec: Spec) -> Any:
         value = drawn.get(path, base_leaves.get(path))
-        return (
-            value
-            if is_custom(value)
-            else place_array(value, placement(mesh, spec.shape, spec.axes))
-        )
+        # A quantized leaf was placed when it was read.
+        if is_custom(value):
+            return value
+        return place_array(value, placement(mesh, spec.shape, spec.axes))
 
     copied = len(specs) - len(new)
     sentence = f"{copied} tensors are those of {files}; new: {', '.join(new) or 'none'}."

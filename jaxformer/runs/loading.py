@@ -223,7 +223,8 @@ def load_base(
 
         loaded = load(files, mesh=mesh)
         params = merge(loaded.params)
-        params = quantize_params(params, quantize) if quantize else params
+        if quantize:
+            params = quantize_params(params, quantize)
         loaded = dataclasses.replace(loaded, params=params)
     else:
         loaded = load(files, mesh=mesh, quantize=quantize)
@@ -432,11 +433,14 @@ def base_below(
     run_dir: Path, init_from: str, record: Mapping[str, Any], base: str | Path | None
 ) -> ModelFiles:
     """The model below the adapter of a run: that at `base`, or where the run found it."""
-    # A record is no setting: it has no URL but that of the setting, and may be a stranger's.
-    recorded = record.get("base_path", "")
-    stated = [init_from, "" if is_remote(recorded) else recorded]
-    paths = [str(base)] if base is not None else stated
-    paths = list(dict.fromkeys(filter(None, paths)))
+    candidates = [str(base)]
+    if base is None:
+        candidates = [init_from]
+        recorded = record.get("base_path", "")
+        # A record is no setting: it has no URL but that of the setting, and may be a stranger's.
+        if not is_remote(recorded):
+            candidates.append(recorded)
+    paths = list(dict.fromkeys(filter(None, candidates)))
     for path in paths:
         files = ModelFiles(path)
         if files.path.exists():

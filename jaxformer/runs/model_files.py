@@ -127,7 +127,9 @@ class ModelFiles:
             return tuple(self.record.get("labels", ()))
         if self.kind == "adapter":
             # An adapter with a head of its own does not name the classes of that.
-            return self.below.labels if self.config == self.below.config else ()
+            if self.config != self.below.config:
+                return ()
+            return self.below.labels
         return self.opened.labels
 
     @property
@@ -150,8 +152,9 @@ class ModelFiles:
         """Return the files in which a run over this model finds its config and its tokenizer: its
         own if it was begun already, else these."""
         own = ModelFiles(settings.dir)
-        is_begun = (own.path / "config.json").is_file()
-        return own if is_begun and not settings.restart else self
+        if not settings.restart and (own.path / "config.json").is_file():
+            return own
+        return self
 
     def with_tokenizer(self, settings: TokenizerConfig) -> TokenizerConfig:
         """Return `settings` with the tokenizer of this model if they name none."""

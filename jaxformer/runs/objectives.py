@@ -210,15 +210,16 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
     """The objective of a run, `auto` resolved."""
     family = model.family
     head = model.output
-    asked = data.objective
     fitting = _fitting(model)
-    name = fitting[0] if asked == "auto" and fitting else asked
     if not fitting:
         *heads, last = dict.fromkeys(row.head for row in OBJECTIVES.values())
         raise ConfigError(
             f"a model with model.head.kind={head} learns nothing: set model.head.kind to"
             f" {', '.join(heads)} or {last}."
         )
+    name: str = data.objective
+    if name == "auto":
+        name = fitting[0]
     if name not in fitting:
         objective = OBJECTIVES.get(name)
         needs = ""
@@ -250,9 +251,9 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
             " of their own: set it to auto."
         )
     if data.packing != "stream" and (model.second_heads or not row.takes_packing):
-        setting = (
-            f"model.{model.second_heads[0]}" if model.second_heads else f"data.objective={name}"
-        )
+        setting = f"data.objective={name}"
+        if model.second_heads:
+            setting = f"model.{model.second_heads[0]}"
         raise ConfigError(
             f"data.packing={data.packing} cannot be had with {setting}, whose rows are one text:"
             " set it to stream."
@@ -316,8 +317,10 @@ def objective_specs(name: str, config: ModelConfig) -> Specs:
     trains. "auto" is the objective that a run of the model has by default."""
     if name == "auto":
         name = next(iter(_fitting(config)), name)
-    specs = OBJECTIVES[name].specs if name in OBJECTIVES else None
-    return {OF_OBJECTIVE: {name: specs(config)}} if specs else {}
+    row = OBJECTIVES.get(name)
+    if row is None or row.specs is None:
+        return {}
+    return {OF_OBJECTIVE: {name: row.specs(config)}}
 
 
 def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
@@ -336,12 +339,17 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
     """What the data package needs to know of a run's objective. Raises as `objective_of` does."""
     name = objective_of(model, data)
     row = OBJECTIVES[name]
+    fields = row.fields
+    template = row.template
+    if data.messages_field:
+        fields = ("messages",)
+        template = row.of_messages
     return Task(
         name,
         row_format(model, data),
-        fields_of(("messages",) if data.messages_field else row.fields, data),
+        fields_of(fields, data),
         row.specials if model.family != "decoder" else (),
-        _imported(row.of_messages if data.messages_field else row.template),
+        _imported(template),
         _imported(row.rows),
         _imported(row.missing),
         row.every_token,

@@ -142,7 +142,9 @@ class Resolved:
         train = self.run.train
         rule = make_optimizer(self.run.optimizer, self.schedule, self.specs, self.run.run.seed)
         rule = with_average(rule, train.ema, train.average_from)
-        return skip_spikes(rule, train.spike_factor) if train.spike_factor else rule
+        if train.spike_factor:
+            rule = skip_spikes(rule, train.spike_factor)
+        return rule
 
     @functools.cached_property
     def counted_specs(self) -> Specs:
@@ -318,7 +320,9 @@ def resolve_without_data(
         packs = run.data.packing != "stream" or (task.template is not None and task.template.packs)
         padded = task.name != "causal" and not packs
         # A row that is only padded has one text; how many a packed one has, the data says.
-        segments = 1 if padded else model.attention.max_segments or ASSUMED_SEGMENTS
+        segments = 1
+        if not padded:
+            segments = model.attention.max_segments or ASSUMED_SEGMENTS
     resolved = resolve(run, mesh, segments)
     if resolved.has_reference:
         # Imported here, because only preferences need it.

@@ -102,10 +102,12 @@ class RunSetup(Resolved):
     def evaluation_options(self) -> dict[str, Any]:
         """The options of `loss_of` with which the run is evaluated on what it held out, each source
         of that by itself where the loss tells them apart."""
-        names = source_names(self.corpus.validation) if self.corpus.validation else ()
-        if not names or self.objective.loss is not head_loss:
-            return self.loss_options
-        return self.loss_options | {"sources": names}
+        options = self.loss_options
+        if self.corpus.validation and self.objective.loss is head_loss:
+            names = source_names(self.corpus.validation)
+            if names:
+                options = options | {"sources": names}
+        return options
 
     @property
     def unsaved(self) -> list[str]:
@@ -246,6 +248,13 @@ def published_peak(model: ModelConfig, mesh: Mesh) -> float | None:
 
 def most_segments(corpus: data.Corpus) -> int:
     """The highest segment id of all rows; more than any kernel bounds where it is not known."""
-    texts = [corpus.train, corpus.validation] if corpus.validation else [corpus.train]
-    segment_counts = [rows.most_segments() for rows in texts]
-    return max(MOST_SEGMENTS + 1 if count is None else count for count in segment_counts)
+    texts = [corpus.train]
+    if corpus.validation:
+        texts.append(corpus.validation)
+    most = 0
+    for rows in texts:
+        count = rows.most_segments()
+        if count is None:
+            return MOST_SEGMENTS + 1
+        most = max(most, count)
+    return most

@@ -53,7 +53,9 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     if ignored := unread(optimizer):
         lines["no effect"] = f"{', '.join(ignored)}: not read by {optimizer.name}"
     if train.ema:
-        rule = "plain mean" if train.ema == 1 else f"exponential, decay {train.ema:g}"
+        rule = f"exponential, decay {train.ema:g}"
+        if train.ema == 1:
+            rule = "plain mean"
         start = f"from step {train.average_from + 1:,} on"
         lines["average"] = f"{rule}, {start}; evaluations and the result take it"
     state = human_bytes(bytes_of_device(setup.target))
