@@ -31,7 +31,7 @@ def base(tmp_path_factory):
 
 
 def started(base, tied):
-    head = dict(model__tied_head=tied, model__head_bias=not tied)
+    head = dict(model__tied_head=tied, model__head__bias=not tied)
     name = "tied" if tied else "untied"
     return run(base, name, data__train=base / "text.txt", **head, **ONE)
 

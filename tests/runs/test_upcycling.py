@@ -118,8 +118,12 @@ def test_a_hugging_face_directory_is_upcycled_onto_a_mesh(tmp_path):
 
 
 REFUSED = [
-    ({"experts.d_ff": 12}, {}, r"model\.expert_ff=12 is not 24, the width of .*set it to 24"),
-    ({"experts.shared_ff": 24}, {}, r"model\.shared_ff=24 adds a new shared expert .* set it to 0"),
+    ({"experts.d_ff": 12}, {}, r"model\.experts\.d_ff=12 is not 24, the width of .*set it to 24"),
+    (
+        {"experts.shared_ff": 24},
+        {},
+        r"model\.experts\.shared_ff=24 adds a new shared expert .* set it to 0",
+    ),
     (dict(d_ff=32), {}, r"model\.d_ff=32, but it is 24 in the base"),
     (dict(n_layers=3), {}, r"model\.n_layers=3, but it is 2 in the base"),
     ({}, dict(adapter=AdapterConfig(kind="lora")), "'lora' .* routers .* without an adapter"),
@@ -139,7 +143,7 @@ def test_experts_that_cannot_be_copies_are_refused_by_name(tmp_path):
                 begun(run)
     base = with_settings(config, EXPERTS)
     origin = written(tmp_path / "experts", base)
-    with pytest.raises(jf.ConfigError, match=r"model\.n_experts=8, but it is 4 in the base"):
+    with pytest.raises(jf.ConfigError, match=r"model\.experts\.n=8, but it is 4 in the base"):
         checked(beginning(origin, with_settings(base, {"experts.n": 8})))
     with pytest.raises(jf.ConfigError, match=r"model\.feed_forward='ffn', but it is 'experts'"):
         checked(beginning(origin, config))
@@ -147,8 +151,8 @@ def test_experts_that_cannot_be_copies_are_refused_by_name(tmp_path):
 
 UPCYCLED = {
     "model__feed_forward": "experts",
-    "model__n_experts": 4,
-    "model__router_bias": "balanced",
+    "model__experts__n": 4,
+    "model__experts__router_bias": "balanced",
     "run__progress": "lines",
 }
 
