@@ -36,9 +36,9 @@ def base(tmp_path_factory) -> Path:
 BERT = dict(
     model__family="encoder", model__norm="layer", model__norm_placement="post", model__bias="all"
 )
-BERT |= dict(model__embedding_norm=True, model__positions="learned", model__activation="gelu")
-BERT |= dict(model__token_types=2)
-T5 = dict(model__family="encoder_decoder", model__positions="t5", model__attention_scale=1.0)
+BERT |= dict(model__embedding__norm=True, model__positions="learned", model__activation="gelu")
+BERT |= dict(model__embedding__token_types=2)
+T5 = dict(model__family="encoder_decoder", model__positions="t5", model__attention__scale=1.0)
 WHOLE = dict(
     model__max_length=32, data__packing="stream"
 )  # rows as those in which a directory is evaluated
@@ -49,7 +49,7 @@ KINDS = {
         "BertForMaskedLM",
     ),
     "classes": (
-        dict(data__train="labelled.tsv", model__head="classes", **BERT),
+        dict(data__train="labelled.tsv", model__head__kind="classes", **BERT),
         "BertForSequenceClassification",
     ),
     "pairs": (
@@ -170,7 +170,7 @@ def test_fine_tuning_begins_with_the_tensors_of_a_directory(base, kind):
     the directory's."""
     _, there = made(base, kind)
     still = dict(optimizer__learning_rate=0.0, train__steps=1, run__init_from=there)
-    head = dict(model__head="classes") if kind == "classes" else {}
+    head = dict(model__head__kind="classes") if kind == "classes" else {}
     still |= dict(data__train=base / KINDS[kind][0]["data__train"])
     tuned = run(base, f"{kind}_tuned", **still, **head)
     ours, hf = leaves(tuned), leaves(there)

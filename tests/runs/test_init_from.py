@@ -3,6 +3,7 @@ dropped in silence."""
 
 import dataclasses
 import json
+import operator
 import random
 from pathlib import Path
 
@@ -41,8 +42,14 @@ def trunk(base) -> Path:
 
 @pytest.fixture(scope="module")
 def encoder(base) -> Path:
-    changes = {"model__family": "encoder", "model__next_sentence": True, "data__packing": "stream"}
-    return run(base, "encoder", data__train=base / "text.txt", model__token_types=2, **changes)
+    changes = {
+        "model__family": "encoder",
+        "model__head__next_sentence": True,
+        "data__packing": "stream",
+    }
+    return run(
+        base, "encoder", data__train=base / "text.txt", model__embedding__token_types=2, **changes
+    )
 
 
 def test_a_run_begins_from_another_runs_parameters_shape_and_tokenizer(base, trunk):
@@ -58,7 +65,7 @@ def test_a_run_begins_from_another_runs_parameters_shape_and_tokenizer(base, tru
 @pytest.mark.parametrize("family", ["decoder", "encoder"])
 def test_the_trunk_is_carried_and_the_head_is_new(base, family, request):
     origin = request.getfixturevalue({"decoder": "trunk", "encoder": "encoder"}[family])
-    changes = {"model__head": "classes", "data__packing": "stream"}
+    changes = {"model__head__kind": "classes", "data__packing": "stream"}
     changes |= {"data__train": base / "labelled.tsv", "run__init_from": origin}
     made = run(base, f"classes-{family}", **changes, **STILL)
     found, before = leaves(made), leaves(origin)
@@ -74,7 +81,7 @@ def test_the_trunk_is_carried_and_the_head_is_new(base, family, request):
 
 def test_a_classifier_that_is_tuned_again_keeps_its_labels_and_their_order(base, encoder, capsys):
     """The base is {0: y, 1: n}, which is not the order of the alphabet."""
-    changes = {"model__head": "classes", "data__packing": "stream", "run__progress": "lines"}
+    changes = {"model__head__kind": "classes", "data__packing": "stream", "run__progress": "lines"}
     changes |= STILL
     first = run(base, "yn", data__train=base / "labelled.tsv", run__init_from=encoder, **changes)
     record = json.loads((first / "data.json").read_text())
@@ -109,7 +116,7 @@ def test_a_classifier_that_is_tuned_again_keeps_its_labels_and_their_order(base,
 
 def test_a_trunk_is_fine_tuned_to_tell_classes(base, encoder):
     changes = {
-        "model__head": "classes",
+        "model__head__kind": "classes",
         "data__packing": "stream",
         "train__steps": 40,
         "optimizer__learning_rate": 3e-3,
@@ -122,14 +129,16 @@ def test_a_setting_that_the_parameters_have_the_shape_for_takes_effect(base, tru
     """Context extension: a longer context and stretched positions are not dropped in silence."""
     asked = {
         "model__max_length": 192,
-        "model__rope_scaling": "yarn",
-        "model__rope_factor": 4.0,
+        "model__rope__scaling": "yarn",
+        "model__rope__factor": 4.0,
         "model__norm_eps": 1e-6,
     }
     changes = asked | STILL | {"data__train": base / "text.txt", "run__init_from": trunk}
     other = run(base, "longer", **changes)
     found = jf.load(other).config
-    assert {name: getattr(found, name.removeprefix("model__")) for name in asked} == asked
+    for name, value in asked.items():
+        setting = name.removeprefix("model__").replace("__", ".")
+        assert operator.attrgetter(setting)(found) == value
     for path, leaf in leaves(other).items():
         np.testing.assert_array_equal(leaf, leaves(trunk)[path], err_msg=path)
 
@@ -183,4 +192,4 @@ def test_one_label_is_nothing_to_learn(base):
     text = base / "one.tsv"
     text.write_text("text\tlabel\n" + "".join(f"good {k}\ty\n" for k in range(60)))
     with pytest.raises(jf.ConfigError, match="the data has 1 label"):
-        run(base, "one", data__train=text, model__family="encoder", model__head="classes")
+        run(base, "one", data__train=text, model__family="encoder", model__head__kind="classes")
