@@ -137,6 +137,8 @@ class Section:
                     problems.append(problem)
             elif isinstance(value, str) and value in words:
                 continue
+            elif dataclasses.is_dataclass(kind) and not isinstance(value, kind):
+                problems.append(f"{name}={value!r} is not a record: give {kind.__name__}(...).")
             elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
                 allowed = " or ".join([f"of type {kind.__name__}", *map(repr, words)])
                 problems.append(f"{name}={value!r} is not {allowed}.")
@@ -195,6 +197,10 @@ def with_settings(config: ConfigT, settings: Mapping[str, Any]) -> ConfigT:
             changes.setdefault(record, {})[inner] = value
         else:
             changes[record] = value
+    names = [entry.name for entry in dataclasses.fields(config)]  # type: ignore[arg-type]
+    unknown = sorted(changes.keys() - {*names})
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r} is no setting of {type(config).__name__}: {names}.")
     for record, values in changes.items():
         if isinstance(values, Mapping):
             changes[record] = with_settings(getattr(config, record), values)

@@ -99,3 +99,10 @@ def test_the_compilation_cache_of_a_config_json_is_not_used(tmp_path: Path) -> N
     theirs = RunConfig(run=RunSettings(dir="x", compilation_cache=str(tmp_path / "theirs")))
     found = from_json(to_json(theirs), "config.json")
     assert found.run.compilation_cache == RunSettings().compilation_cache and found.run.dir == "x"
+
+
+def test_a_setting_that_there_is_not_and_a_value_in_the_place_of_a_record_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"'teta' is no setting of Rope: \['theta', 'pairing'"):
+        jf.with_settings(jf.ModelConfig(), {"rope.teta": 1.0})
+    with pytest.raises(ConfigError, match=r"model\.head='classes' is not a record: give Head\("):
+        jf.ModelConfig(head="classes")
