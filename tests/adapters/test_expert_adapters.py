@@ -34,7 +34,7 @@ EXPERTS = SIZES | {
     "experts.d_ff": 12,
     "experts.shared_ff": 8,
     "bias": "all",
-    "router_bias": "balanced",
+    "experts.router_bias": "balanced",
 }
 SPEC = Spec((4, 6, 5), ("experts", "embed", "mlp"), fan_in_normal, ("embed",))
 SIZES_OF_GROUPS = (3, 0, 4, 1)

@@ -1,6 +1,5 @@
 """Tables of names are open: a row added from outside the package is a value of its setting."""
 
-import dataclasses
 import importlib
 import typing
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from jaxformer.arrays.params import Spec, ones
 from jaxformer.config import model as config_model
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig, from_json, to_json
-from jaxformer.config.settings import Table, TableAt, choices
+from jaxformer.config.settings import Table, TableAt, choices, hints
 from jaxformer.config.train import OptimizerConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.ffn import ACTIVATIONS
@@ -50,12 +49,10 @@ def nothing_stays() -> Iterator[None]:
 def tables() -> dict[str, tuple[object, str]]:
     """Every setting that a row can be added to: its type, and where its table is."""
     found = {}
-    for entry in dataclasses.fields(RunConfig):
-        section: typing.Any = entry.default_factory
-        for name, hint in typing.get_type_hints(section, include_extras=True).items():
-            for extra in getattr(hint, "__metadata__", ()):
-                if isinstance(extra, TableAt):
-                    found[f"{entry.name}.{name}"] = (hint, extra.path)
+    for name, hint in hints(RunConfig).items():
+        for extra in getattr(hint, "__metadata__", ()):
+            if isinstance(extra, TableAt):
+                found[name] = (hint, extra.path)
     return found
 
 

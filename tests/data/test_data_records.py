@@ -19,6 +19,7 @@ from pretrained_tokenizers import saved
 
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.data import NumpyBatch
 from jaxformer.data import store as store_files
 from jaxformer.data.corpus import joined_labels
@@ -106,9 +107,10 @@ def test_a_fault_is_one_message_with_file_line_and_field(case: int, tmp_path: Pa
 
 
 def run_of(family: str = "encoder_decoder", head: str = "auto", **data: Any) -> RunConfig:
-    settings: Any = {"family": family, "head": head, "token_types": 2 * (family == "encoder")}
+    settings = {"family": family, "head.kind": head}
+    settings["embedding.token_types"] = 2 * (family == "encoder")
     return RunConfig(
-        model=ModelConfig(**settings),
+        model=with_settings(ModelConfig(), settings),
         data=DataConfig(**data),
         tokenizer=TokenizerConfig(kind="bytes"),
     )

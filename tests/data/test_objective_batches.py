@@ -83,7 +83,7 @@ BOTH = "encoder_decoder"
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("decoder", {}, {"objective": "mlm"}, r"mlm needs model\.family encoder and .*\(causal, sft,"),
     ("encoder", {}, {"objective": "causal"}, r"causal needs model\.family decoder"),
-    ("encoder", {}, {"objective": "classes"}, r"needs .*head=classes, .* model\.head=masked"),
+    ("encoder", {}, {"objective": "classes"}, r"needs .*kind=classes, .*kind=masked"),
     (BOTH, {}, {"packing": "documents"}, r"packing=documents cannot .*=span_corruption"),
     (BOTH, {}, {"packing": "best_fit"}, r"packing=best_fit cannot .*=span_corruption"),
     ("encoder", {"head.next_sentence": True}, {"packing": "documents"}, r"cannot .*next_sentence"),

@@ -65,7 +65,7 @@ def _rest(batch: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_lens_without_logits_of_each_token_is_refused() -> None:
     config = with_settings(jf.ModelConfig(), {**SIZES, "head.kind": "classes", "head.n_classes": 3})
-    with pytest.raises(jf.ConfigError, match=r"model\.head is 'classes'"):
+    with pytest.raises(jf.ConfigError, match=r"model\.head\.kind is 'classes'"):
         jf.logit_lens({}, config, np.zeros((1, 2, 32)))
 
 
