@@ -38,7 +38,7 @@ from families import (
 from products import covering, fewest, slow_but
 
 import jaxformer as jf
-from jaxformer.config.settings import with_settings
+from jaxformer.config.settings import choices, with_settings
 
 WRITERS = ("decoder", "encoder_decoder")
 # What mixes tokens, so that packing or a cache could change it.
