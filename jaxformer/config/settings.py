@@ -137,8 +137,9 @@ class Section:
                     problems.append(problem)
             elif isinstance(value, str) and value in words:
                 continue
-            elif dataclasses.is_dataclass(kind) and not isinstance(value, kind):
-                problems.append(f"{name}={value!r} is not a record: give {kind.__name__}(...).")
+            elif isinstance(kind, type) and issubclass(kind, Section):
+                if not isinstance(value, kind):
+                    problems.append(f"{name}={value!r} is not a record: give {kind.__name__}(...).")
             elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
                 allowed = " or ".join([f"of type {kind.__name__}", *map(repr, words)])
                 problems.append(f"{name}={value!r} is not {allowed}.")
