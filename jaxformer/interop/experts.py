@@ -96,7 +96,7 @@ EXPERT_PARAMETERS = (
 @dataclass(frozen=True)
 class BalanceLoss(KeyMapping):
     """The weight of the balance loss. The loss of transformers counts every expert that a token is
-    routed to, and so is as many times that of `router_balance_loss`."""
+    routed to, and so is as many times that of `experts.balance_loss`."""
 
     default: float
 

@@ -15,7 +15,7 @@ says that each segment reads the bias from its first row and column.
 
 On an H200 with jax 0.11.2 causal, padded and packed rows, a window and T5's bias with padding were
 right. `check_attention` compares the output and all gradients, that of the bias too, on the rows,
-lengths and mesh of the run, and a run with attention_kernel=auto takes the next kernel where they
+lengths and mesh of the run, and a run with attention.kernel=auto takes the next kernel where they
 are wrong or refused.
 
 The private function has other options, which are not used because a training run cannot rely on

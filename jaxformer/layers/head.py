@@ -120,7 +120,7 @@ def _masked_specs(config: ModelConfig) -> Specs:
 
 
 def _class_dense_specs(config: ModelConfig, normed: bool) -> Specs:
-    """Return a matrix [D, D], and if `normed` the norm behind it that model.class_head may have."""
+    """Return a matrix [D, D], and if `normed` the norm behind it of head.class_layers."""
     specs = _dense_specs(config, config.d_model)
     if normed and config.head.class_layers == "dense_norm":
         specs["norm"] = norm_specs(config)

@@ -117,8 +117,8 @@ def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = Non
 
 
 def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) -> jax.Array:
-    """Return the frequencies: those with more than rope_fast rotations within the original length
-    are unchanged, those with fewer than rope_slow are divided by the factor, and between these two
+    """Return the frequencies: those with more than rope.fast rotations within the original length
+    are unchanged, those with fewer than rope.slow are divided by the factor, and between these two
     bounds both are mixed, linearly in the index of the pair (arXiv:2309.00071)."""
     width = config.rotated_width
     original = config.original_length
