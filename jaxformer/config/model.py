@@ -16,6 +16,7 @@ from jaxformer.config.records import (
 )
 from jaxformer.config.rules import model_conflicts, widths_of
 from jaxformer.config.settings import (
+    WIDTH,
     Bounds,
     Count,
     Factor,
@@ -24,6 +25,7 @@ from jaxformer.config.settings import (
     Rate,
     Section,
     Volatile,
+    Width,
     with_settings,
 )
 from jaxformer.config.variants import (
@@ -50,7 +52,7 @@ class ModelConfig(Section):
     """Architecture: decoder (GPT, Llama), encoder (BERT), or encoder_decoder (T5)."""
     vocab_size: Natural = 0
     """Number of tokens in the embedding table; 0 uses the size of the tokenizer."""
-    d_model: Count = 384
+    d_model: Annotated[Count, WIDTH] = 384
     """Width of the residual stream."""
     n_layers: Annotated[int, Bounds(1, most=10_000)] = 6
     """Number of blocks; for an encoder-decoder, of the decoder."""
@@ -63,13 +65,13 @@ class ModelConfig(Section):
     """Sublayer of a block in which tokens read other tokens of their sequence."""
     feed_forward: FeedForward = "ffn"
     """Sublayer of a block in which each token is transformed by itself."""
-    n_heads: Count = 6
+    n_heads: Annotated[Count, WIDTH] = 6
     """Number of query heads."""
-    n_kv_heads: Natural = 0
+    n_kv_heads: Width = 0
     """Number of key and value heads: fewer than n_heads is GQA, 1 is MQA; 0 uses n_heads."""
-    head_dim: Natural = 0
+    head_dim: Width = 0
     """Width of a head; 0 uses d_model / n_heads."""
-    d_ff: Natural = 0
+    d_ff: Width = 0
     """Hidden width of the feed-forward layer; 0 uses 4 d_model (gated: 8/3, multiple of 64)."""
     max_length: Count = 2048
     """Maximum length of a sequence in tokens; also the size of the table of learned positions."""

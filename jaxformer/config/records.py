@@ -18,6 +18,7 @@ from jaxformer.config.settings import (
     NonNegative,
     Section,
     Volatile,
+    Width,
     divisors,
 )
 from jaxformer.config.variants import (
@@ -120,7 +121,7 @@ class Attention(Section):
 
     section = "model.attention"
 
-    value_dim: Natural = 0
+    value_dim: Width = 0
     """Width of the values of a head; 0 uses model.head_dim."""
     scale: NonNegative = 0.0
     """Factor of the query-key products; 0 uses 1 / sqrt(head_dim)."""
@@ -148,11 +149,11 @@ class Latent(Section):
 
     section = "model.latent"
 
-    kv_rank: Natural = 0
+    kv_rank: Width = 0
     """Width of the latent of a token of mixer=latent, of which all keys and values are made."""
-    query_rank: Natural = 0
+    query_rank: Width = 0
     """Width of the latent of queries of mixer=latent; 0 makes queries without one."""
-    rope_head_dim: Natural = 0
+    rope_head_dim: Width = 0
     """Number of last dimensions of a head of mixer=latent whose key all heads share; RoPE rotates
     these alone."""
 
@@ -167,9 +168,9 @@ class Experts(Section):
     """Number of experts of feed_forward=experts."""
     per_token: Count = 2
     """Number of experts that each token is routed to (top-k)."""
-    d_ff: Natural = 0
+    d_ff: Width = 0
     """Hidden width of an expert; 0 uses model.d_ff."""
-    shared_ff: Natural = 0
+    shared_ff: Width = 0
     """Hidden width of the shared expert, which every token passes; 0 has none."""
     pattern: str = "e"
     """Pattern repeated over the layers: e has experts, d a dense feed-forward (model.d_ff)."""
@@ -244,7 +245,7 @@ class Embedding(Section):
     """Scale of the token embeddings: none, or sqrt(d_model)."""
     multiplier: Factor = 1.0
     """Factor of the token embeddings."""
-    width: Natural = 0
+    width: Width = 0
     """Width of the embeddings, which a matrix projects to d_model (ELECTRA), and of the rows of the
     masked head; 0 uses model.d_model."""
     norm: bool = False
@@ -272,7 +273,7 @@ class Head(Section):
     """Output head; auto selects language, or masked for an encoder; none has no matrix."""
     n_classes: Natural = 0
     """Number of classes of the heads classes and tags; 0 uses the classes found in the data."""
-    width: Natural = 0
+    width: Width = 0
     """Width of the vector of a row, of the head projection (CLIP); 0 uses model.d_model."""
     pooling: Literal["auto", "first", "last", "mean"] = "auto"
     """Token that the heads classes and projection read, or the mean of all; auto selects first in

@@ -8,30 +8,11 @@ from operator import attrgetter
 from typing import Any
 
 from jaxformer.config.records import names_of
-from jaxformer.config.settings import divisors, flat
+from jaxformer.config.settings import WIDTH, divisors, flat, hints
 from jaxformer.files import ConfigError
 
 # The points of a layer that remat may keep: the products of its matrices, and attention.
 POINTS = ("latent", "q", "k", "v", "attention", "out", "gate", "up", "down")
-
-# The settings that model.mup_base may name: what makes a model wide. A model may be widened by
-# wider heads or by more of them, so their number is one.
-WIDTH_SETTINGS = (
-    "d_model",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "attention.value_dim",
-    "latent.kv_rank",
-    "latent.query_rank",
-    "latent.rope_head_dim",
-    "d_ff",
-    "experts.d_ff",
-    "experts.shared_ff",
-    "embedding.width",
-    "head.width",
-)
-
 
 ONE_SIDE = "a decoder sees one side only"
 NO_SOURCE = "other models have no source"
@@ -128,12 +109,18 @@ def model_conflicts(config: Any) -> list[str]:
     # What is wrong with this model is wrong with its base too, and is said once.
     if problems or config.parametrization != "mup":
         return problems
-    text, widths = config.mup_base, widths_of(config.mup_base)
-    if "d_model" not in widths or not {*widths} <= {*WIDTH_SETTINGS} or 0 in widths.values():
+    text = config.mup_base
+    widths = widths_of(text)
+    names = [
+        name
+        for name, hint in hints(type(config)).items()
+        if WIDTH in getattr(hint, "__metadata__", ())
+    ]
+    if "d_model" not in widths or not {*widths} <= {*names} or 0 in widths.values():
         return [
             f"mup_base={text!r} must be widths of the model that learning rates are found at, with"
             " parametrization='mup': d_model and whichever of"
-            f" {', '.join(WIDTH_SETTINGS[1:])} are not as here, as in 'd_model=64 n_heads=4'."
+            f" {', '.join(names[1:])} are not as here, as in 'd_model=64 n_heads=4'."
         ]
     try:
         config.base_model  # noqa: B018

@@ -48,6 +48,10 @@ Factor = Annotated[float, Bounds(1e-6, most=1e6)]
 # depend on it.
 VOLATILE = "volatile"
 Volatile = Annotated[ValueT, VOLATILE]
+# Marks the type of a setting that makes a model wide, which model.mup_base may name. A model may be
+# widened by wider heads or by more of them, so their number is one.
+WIDTH = "width"
+Width = Annotated[Natural, WIDTH]
 
 
 @dataclass(frozen=True)
