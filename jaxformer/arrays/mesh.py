@@ -23,6 +23,8 @@ from jaxformer.files import ConfigError
 
 # A mesh of devices, or one that has only the sizes of its axes.
 AnyMesh = Mesh | AbstractMesh
+# By rising traffic, as `jax.make_mesh` takes them: it gives the last axis the fastest links where
+# it knows how devices are connected.
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 

@@ -255,6 +255,7 @@ def init_params(specs: Specs, key: jax.Array) -> Params:
     alone."""
 
     def start(path: str, spec: Spec) -> jax.Array:
+        # CRC-32, since Python's hash of a string differs from process to process.
         leaf_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
         return spec.init(leaf_key, spec).astype(spec.dtype)
 

@@ -17,6 +17,8 @@ Rules = Mapping[str, tuple[str, ...]]
 RunT = TypeVar("RunT", bound=Callable[..., Any])
 
 TENSOR_RULES = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
+# Of the axes that divide tokens, all but data also divide the width of weights, which are gathered
+# before they are multiplied (ZeRO-3, arXiv:1910.02054).
 PARAMETERS: Rules = {"experts": ("expert",), "embed": ("fsdp", "expert", "context"), **TENSOR_RULES}
 # Axes of parameters that count weights beside each other (`Spec.batch`).
 BATCH_AXES = ("layers", "experts")

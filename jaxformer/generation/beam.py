@@ -219,6 +219,7 @@ def _search(
 
     def step(carry: _Carry) -> _Carry:
         i, live, finished, cache, closed, steps = carry
+        # All n slots are written, since the texts of beams change; the first i count.
         texts = written.with_new(live.tokens.reshape(batch * beams, n), 0, i)
         live, extended, parents, new_step = _extend(live, finished, rules, texts)
         finished = _where(closed, finished, extended)
@@ -281,9 +282,10 @@ def _extend(
     best, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))  # [B, b, C]
     logs = live.logs[..., None] + best - total.reshape(batch, beams, 1)
     logs, index = jax.lax.top_k(logs.reshape(batch, -1), count)  # [B, C] of [B, b C]
+    # [B, C]: the beam within its row, from the index in [b C].
     parents = index // ids.shape[-1]
     new_tokens = _at(ids.reshape(batch, -1), index)
-    tokens = _at(live.tokens, parents).at[:, :, i].set(new_tokens)  # [B, 2 b, n]
+    tokens = _at(live.tokens, parents).at[:, :, i].set(new_tokens)  # [B, C, n]
 
     # A candidate is finished where it ends and is among the b best; further down it is dropped.
     ended = ends(new_tokens, rules.end_token)  # [B, C]
@@ -292,6 +294,7 @@ def _extend(
     finished = _best(finished, Beams(tokens, scores))
 
     live_logs, chosen = jax.lax.top_k(jnp.where(ended, -jnp.inf, logs), beams)  # [B, b]
+    # As rows of the model, [B b].
     parent_rows = (_at(parents, chosen) + beams * jnp.arange(batch)[:, None]).reshape(-1)
     step = BeamSteps(parents, new_tokens, logs, scores, chosen, i)
     return _Live(_at(tokens, chosen), live_logs, live.logits), finished, parent_rows, step

@@ -204,6 +204,7 @@ def start(
     # Prepared weights lack the prompt of a source.
     weights = params if "virtual" in params else prepared(params, config)
     stream = _prefill(weights, config, slots, (tokens, segments), source_rows, key, limit)
+    # `bool` waits for the device, once a call.
     if not isinstance(stream.logits, jax.core.Tracer) and bool(jnp.isnan(stream.logits).any()):
         raise ConfigError(
             "the logits after the prompt are NaN: the weights hold numbers that are not finite, or"
@@ -341,6 +342,7 @@ def continued(
         done = stream.done
         token, key = drawn(stream)
         position = stream.position
+        # [B, 1, V]: one token of each row, also of rows that have ended.
         logits, cache = read(
             params, config, token[:, None], position, stream.cache, done=done[:, None]
         )

@@ -156,6 +156,7 @@ def _with_prompt(stream: Stream, row: np.int32, prompt: Stream) -> Stream:
     def put_numbers(old: jax.Array, new: jax.Array, in_slots: bool = False) -> jax.Array:
         if new.ndim:
             space = zip(old.shape[1:], new.shape, strict=True)
+            # A prompt may have fewer slots. Those that are added have segment 0, and are empty.
             new = jnp.pad(new, [(0, most - size) for most, size in space])
         return old.at[row].set(jnp.roll(new, shift, axis=0) if in_slots else new)
 

@@ -51,12 +51,13 @@ def score(
     logits, _ = logits_of(params, config, {"tokens": tokens} | inputs)
     segments = inputs.get("segment_ids")
     segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments)
-    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)  # [B, T - 1]
     if not 0 <= top <= logits.shape[-1]:
         raise ConfigError(f"top={top} must be from 0 to the {logits.shape[-1]} tokens there are.")
+    # [B, T - 1, V]: the logits of a position are of the token after it.
     logs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32), axis=-1)
-    log_probs = jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[..., 0]
-    best, ids = jax.lax.top_k(logs, top)
+    log_probs = jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[..., 0]  # [B, T - 1]
+    best, ids = jax.lax.top_k(logs, top)  # [B, T - 1, top]
     following = Scores(jnp.where(follows, log_probs, 0.0), follows, ids.astype(jnp.int32), best)
     # Each array begins with the first tokens, which nothing predicts.
     return jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (1, 0), *[(0, 0)] * (a.ndim - 2))), following)

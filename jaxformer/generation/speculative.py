@@ -146,6 +146,7 @@ def _speculate(
         drafts = []
         if len(configs) == 1:
             proposed = _looked_up(written, ahead)  # [B, k]
+            # What is looked up is proposed with certainty: q is 1.
             proposal = jax.nn.one_hot(proposed, configs[0].vocab_size)  # [B, k, V]
         else:
             draft = replace(carry.streams[1], key=propose_key, written=written)
@@ -158,6 +159,7 @@ def _speculate(
 
         # p has the probabilities of the tokens after each token that was read.
         texts = [written.with_new(proposed, first, first + i) for i in range(ahead + 1)]
+        # The rules read the text before each token, with those proposed before it.
         after = [_probabilities(logits[:, i], rules, text) for i, text in enumerate(texts)]
         p = jnp.stack(after, axis=1)  # [B, 1 + k, V]
         tokens, common, accepted = _kept(p, proposal, proposed, (keep_key, next_key), stream.done)
@@ -208,6 +210,7 @@ def _kept(
     # Kept with probability min(1, p / q), without a division by a q that may be 0.
     keeps = jax.random.uniform(keys[0], p_of.shape) * q_of < p_of
     kept = jnp.cumprod(keeps.astype(jnp.int32), axis=1).sum(axis=1)  # [B], 0 .. k
+    # The row that keeps the fewest decides for all, since their caches have one length.
     common = jnp.where(done, ahead, kept).min()
 
     q = jnp.pad(proposal, ((0, 0), (0, 1), (0, 0)))  # nothing is proposed after the last token
@@ -233,6 +236,7 @@ def _probabilities(logits: jax.Array, rules: Sampling, written: TextSoFar) -> ja
 
 def _drawn(probabilities: jax.Array, key: jax.Array) -> jax.Array:
     """A token of each row by probabilities [B, V] of any sum above 0: int32 [B]."""
+    # A probability of 0 is a logit of -inf, which is never drawn.
     return jax.random.categorical(key, jnp.log(probabilities), axis=-1).astype(jnp.int32)
 
 
@@ -269,6 +273,7 @@ def _drafted(
 
     keys = jax.random.split(draft.key, ahead)
     (last, draft), (tokens, q) = jax.lax.scan(step, (newest, draft), keys)
+    # The last one is read too, so that both caches have k + 1 tokens more.
     _, draft = _read(params, config, last[:, None], draft)
     return jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(q, 0, 1), draft
 

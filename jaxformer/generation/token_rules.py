@@ -149,6 +149,7 @@ def bad_words(
         if group.size:
             newest = step.written.newest(size - 1)  # [B, size - 1]
             matches = (newest[:, None] == group[:, :-1]).all(axis=-1)  # [B, words]
+            # Words may end in the same token, which any of them bans.
             banned = banned.at[:, group[:, -1]].max(matches)
     return _without(logits, banned)
 
@@ -231,4 +232,5 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
 def keep_min_p(logits: jax.Array, p: float) -> jax.Array:
     """Logits [B, V] with a token at -inf whose probability is below p times the largest one
     (arXiv:2407.01082)."""
+    # A ratio of probabilities is a difference of logits, which takes no softmax.
     return _without(logits, logits < logits.max(axis=-1, keepdims=True) + math.log(p))

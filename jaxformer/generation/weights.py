@@ -54,6 +54,7 @@ class OutputMajor:
             halves = [self.contract(equation, half, **how) for half in (x[:1], x[1:])]
             return jnp.concatenate(halves)
         left, right, out = equation.replace("->", ",").split(",")
+        # The letters of w in the order of the axes that are stored.
         turned = right[self.inputs :] + right[: self.inputs]
         return contract(f"{left},{turned}->{out}", x, self.matrix, **how)
 

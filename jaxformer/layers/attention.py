@@ -127,11 +127,14 @@ def attention(
         q = rotate(config, q, mask.queries.positions, mask.queries.segments)
         q = tempered(config, q, mask.queries.positions)
     if mask.leading:
+        # Joined behind norms and rotations: a prefix is used as it is, and the keys of a prompt
+        # were rotated when they were computed.
         k, v = keys_values
         keys_values = _with_leading(params["prefix_k"], k), _with_leading(params["prefix_v"], v)
     relative_rows = mask.scoring.relative_rows
     if mask.relative and relative_rows is not None:
         # Queries and keys that the layer makes of the rows of relative positions [1, R, D].
+        # [1, R, N, H] and [1, R, K, H], by the matrices of the content, as in DeBERTa-v2 and v3.
         rows_q = linear("BTD,DNH->BTNH", params, "q", relative_rows)
         rows_k = linear("BTD,DNH->BTNH", params, "k", relative_rows)
         rows = (_normed(params, config, "q", rows_q), _normed(params, config, "k", rows_k))
@@ -228,6 +231,7 @@ def score_flops(config: ModelConfig, keys: int | float) -> int | float:
 def _self_score_flops(config: ModelConfig, keys: int | float) -> int | float:
     """Return `score_flops`, and those of queries and keys with the rows of disentangled
     positions."""
+    # All R rows: a query is multiplied by the keys of all, and a key by the queries of all.
     rows = 2 * config.relative.buckets if is_disentangled(config) else 0
     return score_flops(config, keys) + 2 * config.n_heads * 2 * config.head_width * rows
 
@@ -247,8 +251,10 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     out = sizes.tokens * heads * value_width * sizes.number
     arrays = [StoredArray("q", q), StoredArray("k", k), StoredArray("v", v)]
     if config.attention.query_key_norm != "none" or config.positions == "rope":
+        # After the norm or RoPE, beside the products of the matrices.
         arrays += [StoredArray("changed q", q), StoredArray("changed k", k)]
     if sizes.exchange == "gather":
+        # The keys and values of all tokens, `context` times those of one device.
         arrays += [StoredArray("gathered", sizes.context * (k + v))]
     if config.attention.kernel == "xla":
         # The weights in float32, and those cast to the compute dtype for the product with the

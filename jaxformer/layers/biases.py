@@ -100,6 +100,7 @@ def log_bucket(distance: Int[Array, "..."], buckets: int, far: int) -> Int[Array
     """Return DeBERTa's row of 2 `buckets` for query minus key position (arXiv:2111.09543, appendix
     A.5): half of each side is for single distances, the others grow by a ratio to `far`."""
     middle = buckets // 2
+    # A constant of the program: the row of each length [2 far], made by NumPy when it is traced.
     lengths = np.arange(2 * far, dtype=np.float32)
     with np.errstate(divide="ignore"):
         ratio = np.log(lengths / middle) / np.log(np.float32((far - 1) / middle))
@@ -122,12 +123,15 @@ def disentangled_bias(
     q, k = content
     q_rows, k_rows = relative
     heads = (k.shape[2], q.shape[2] // k.shape[2])  # K, G
+    # [B, T, K, G, H] and [1, R, K, G, H].
     q, q_rows = (x.reshape(*x.shape[:2], *heads, x.shape[-1]) for x in (q, q_rows))
     row = log_bucket(-key_distances(mask), config.relative.buckets, config.relative.distance)
     row = row[:, None, None]  # [B or 1, 1, 1, T, S]
     # [B, K, G, T, R] and [B, K, G, R, S] for all R rows, of which each pair then takes one.
     of_queries = jnp.einsum("BTKGH,RKH->BKGTR", q, k_rows[0]).astype(jnp.float32)
     of_keys = jnp.einsum("BSKH,RKGH->BKGRS", k, q_rows[0]).astype(jnp.float32)
+    # That is R products of width H for each query and each key, instead of one for each pair, and
+    # R (T + S) numbers in memory for each head.
     bias = jnp.take_along_axis(of_queries, row, axis=-1)
     bias = bias + jnp.take_along_axis(of_keys, row, axis=-2)
     scale = config.score_scale or config.head_width**-0.5
@@ -148,6 +152,7 @@ def score_bias(
     far = config.relative.distance
     bucket = relative_bucket(distance, not mask.causal, buckets, far)
     rows = lookup(table, bucket, ("batch", "sequence", None, "heads"))  # type: ignore[arg-type]
+    # [B or 1, T, S, N] -> [B or 1, N, T, S].
     return jnp.moveaxis(rows, -1, 1)
 
 

@@ -165,6 +165,7 @@ def _dropout_keys(
     outer: DropoutKeys = dict.fromkeys(sublayers)
     if key is not None:
         drawing = [name for name, sublayer in sublayers.items() if sublayer.draws]
+        # One split for all: the keys of the outputs depend on how many sublayers draw inside.
         keys = iter(jax.random.split(key, len(drawing) + len(sublayers)))
         inner |= {name: next(keys) for name in drawing}
         outer = {name: next(keys) for name in sublayers}

@@ -131,6 +131,7 @@ def _part(layout: TokenLayout, start: int, stop: int) -> TokenLayout:
 
 
 def grouped_product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # Operands are as wide as b, such as weights beside values of 16 bits; sums are float32.
     return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
@@ -239,6 +240,7 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
     d_queries = []
     d_bias = []
+    # [B, K, S, H] and [B, K, S, W]. Float32, since each is a sum over all blocks of queries.
     d_keys = jnp.zeros(keys.shape, jnp.float32)
     d_values = jnp.zeros(values.shape, jnp.float32)
     for rows, columns, mask in _blocks(q.shape[1], k.shape[1], layouts, static):
@@ -260,6 +262,7 @@ def _backward(static: Static, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
             d_block = jnp.sum(d_scores, axis=0, keepdims=True) if shared else d_scores
             d_bias.append(jnp.pad(d_block, ((0, 0),) * 4 + ((0, beyond),)))
         if bent is not None:
+            # The derivative of tanh. The bias is added behind the cap, and its gradient is above.
             d_scores = d_scores * (1 - jnp.square(bent))
         # Through the scale, to the products of queries and keys.
         d_scores = d_scores * static.scale

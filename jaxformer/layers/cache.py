@@ -119,4 +119,6 @@ class Cache:
 
 def _write(old: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
     """Return `old` [B, S, ...] with `new` [B, T, ...] at slots at .. at + T - 1."""
+    # JAX moves a start behind which there are fewer than T slots: a call of several tokens must
+    # not go past the last slot.
     return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, axis=1)

@@ -104,6 +104,7 @@ def attention_of_one_width(
         "bias": None if mask.scoring.bias is None else mask.scoring.bias.astype(q.dtype),
         "is_causal": mask.causal,
         "scale": mask.scoring.scale or 1 / math.sqrt(q.shape[-1]),
+        # How many tokens a query sees before itself, and how many behind.
         "local_window_size": (mask.window - 1, 0) if mask.window else None,
         "implementation": "cudnn",
     }
@@ -154,6 +155,7 @@ def _packed(
     spans = []
     for ids in segment_ids(mask):
         belongs = ids[:, None, :] == numbers  # [B, segments, T]
+        # The first token of the segment; 0 for one without tokens, which `both` leaves out.
         starts = jnp.argmax(belongs, axis=-1).astype(jnp.int32)
         spans.append((jnp.sum(belongs, axis=-1, dtype=jnp.int32), starts))
     (query_lengths, _), (key_lengths, _) = spans

@@ -81,8 +81,9 @@ def sorted_pairs(experts: jax.Array, number: int, most: int) -> ExpertRows:
     index = jnp.arange(n * k, dtype=order.dtype)
     # The inverse: the row of each pair.
     row = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
-    sizes = (of_pair[:, None] == jnp.arange(number)).sum(0, dtype=jnp.int32)
+    sizes = (of_pair[:, None] == jnp.arange(number)).sum(0, dtype=jnp.int32)  # [number]
     choice = order[:most]
+    # Pairs without an expert are sorted last, and may be beyond the rows that there are.
     in_range = jnp.minimum(row.reshape(n, k), most - 1)
     return ExpertRows(choice // k, choice, in_range, experts < number, sizes)
 
@@ -92,6 +93,7 @@ def _gather(x: jax.Array, pairs: ExpertRows) -> jax.Array:
 
 
 def _combine(y: jax.Array, pairs: ExpertRows) -> jax.Array:
+    # [N, K, D] -> [N, D]. A pair without an expert reads any row, and counts 0.
     return jnp.where(pairs.real[..., None], y[pairs.row], 0).sum(1)
 
 
@@ -182,6 +184,7 @@ def _division(
         # A number that the mesh does not divide is on all devices.
         devices = 1
     of_tokens = 1
+    # Rows that the mesh does not divide are the same on all devices of mesh.expert.
     if EXPERT in entry_axes(tokens[0]):
         of_tokens = devices
     if any(is_custom(leaf) for leaf in weights.values()):
@@ -255,6 +258,7 @@ def exchanged(x: jax.Array, most: int, traffic: Traffic) -> jax.Array:
     blocks = jax.lax.all_to_all(blocks, EXPERT, split_axis=0, concat_axis=0, tiled=True)
     offsets = jnp.cumsum(traffic.received) - traffic.received
     real = index < traffic.received[:, None]
+    # [P, M]: the place of each row here; `most`, which is dropped, for what is none.
     targets = jnp.where(real, offsets[:, None] + index, most)
     return jnp.zeros((most, *x.shape[1:]), x.dtype).at[targets].set(blocks, mode="drop")
 
@@ -278,10 +282,12 @@ def _on_device(
             # Arrays are gathered along the axes of the mesh that divide `embed`.
             for axis, entry in enumerate(() if is_custom(leaf) else division.weights[name]):
                 along = tuple(one for one in entry_axes(entry) if one in PARAMETERS["embed"])
+                # Axis 0 counts experts, and stays divided.
                 if along and axis > 0:
                     leaf = jax.lax.all_gather(leaf, along, axis=axis, tiled=True)
             whole[name] = leaf
         weights = whole
+    # A bias of what the devices of `width` add up is added by the first of them alone.
     for name in division.added_once:
         weights[name] = weights[name] * (jax.lax.axis_index(division.width) == 0)
     n, k = experts.shape
@@ -309,6 +315,8 @@ def _on_device(
         # They arrive by source, and from each by expert.
         ends = jnp.cumsum(sizes[:, me].reshape(-1))
         block = jnp.searchsorted(ends, jnp.arange(most), side="right")
+        # Block s (E / P) + e has the rows from device s for expert e of this one; the rows after
+        # the last block have no expert.
         expert = jnp.where(block < len(ends), block % number, number)
         here = sorted_pairs(expert[:, None].astype(jnp.int32), number, most)
         returned = exchanged(summed(rows, scale, here), experts.size, back)
@@ -320,6 +328,7 @@ def _on_device(
                 jax.lax.all_gather(array, EXPERT, tiled=True) for array in (x, experts, scale)
             )
         if devices > 1:
+            # Experts of this device are numbered 0 .. E / P - 1.
             experts = experts - number * jax.lax.axis_index(EXPERT)
             # Those of other devices are none.
             experts = jnp.where((experts < 0) | (experts >= number), number, experts)
@@ -328,6 +337,7 @@ def _on_device(
         if of_all > 1:
             out = jax.lax.psum_scatter(out, EXPERT, tiled=True)
         elif devices > 1:
+            # Each has summed the same tokens over its own experts.
             out = jax.lax.psum(out, EXPERT)
     if division.width:
         out = jax.lax.psum(out, division.width)

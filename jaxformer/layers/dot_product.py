@@ -37,14 +37,17 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, scoring: Scorin
     *_, n, h = q.shape
     heads = (k.shape[-2], n // k.shape[-2])  # K, G
     scale, cap, bias, sinks, _ = scoring
-    grouped = q.reshape(*q.shape[:-2], *heads, h)
+    grouped = q.reshape(*q.shape[:-2], *heads, h)  # [..., T, K, G, H]
     equation = "...TKGH,...SKH->...KGTS"
+    # Scores are float32 for any dtype, and the gradients of 16-bit operands stay products of
+    # 16 bits.
     if q.dtype == k.dtype == jnp.float32:
         scores = jnp.einsum(equation, grouped, k)
     else:
         scores = wide_product(equation, grouped, k)
     scores = scores * scale if scale else scores / math.sqrt(h)
     if cap:
+        # Before the bias and the mask, which the tanh would bend.
         scores = cap * jnp.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias.reshape(*bias.shape[:-3], *heads, *bias.shape[-2:])
@@ -67,6 +70,7 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array | None, scoring: Scorin
 
 def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Map [..., K, G, T, S], [..., S, K, W] -> [..., T, N, W]."""
+    # The softmax was float32; the product with the values is in their dtype.
     weights = weights.astype(v.dtype)
     if weights.shape[-2] == 1:
         # One query, as in decoding. XLA for CPUs would transpose all values for the other equation.

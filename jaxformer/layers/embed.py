@@ -183,6 +183,7 @@ def embed(
     x = dropout(x, config.dropout, key)
     if config.embedded_width == config.d_model:
         return x
+    # Tables have the width E, and one matrix maps their sum to D (ALBERT, arXiv:1909.11942).
     return linear("BTE,ED->BTD", params, "projection", x, to=WHOLE)
 
 

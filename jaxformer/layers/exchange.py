@@ -187,7 +187,7 @@ def in_order(x: jax.Array) -> jax.Array:
 
 def balanced_index(length: int, devices: int) -> np.ndarray:
     """Return the index in its row of each token of a balanced row, int32 [T]."""
-    pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
+    pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)  # [2 C, T / 2 C]
     early = pieces[:devices]
     late = pieces[devices:][::-1]
     return np.stack([early, late], axis=1).reshape(-1)
@@ -201,6 +201,7 @@ def _rearranged(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arra
 def _destinations(devices: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return (from, to) for the first piece of each device, which is piece 2 i of the row, and for
     its second, 2 i + 1. Piece p goes to device p or 2 C - 1 - p."""
+    # Each is a permutation: a device sends one piece and gets one.
     first = [(i, min(2 * i, 2 * devices - 1 - 2 * i)) for i in range(devices)]
     second = [(i, min(2 * i + 1, 2 * devices - 2 - 2 * i)) for i in range(devices)]
     return first, second
@@ -240,6 +241,7 @@ def gathered_in_order(x: jax.Array, in_pieces: bool) -> jax.Array:
     are summed and scattered."""
     if not in_pieces:
         return jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+    # [C, B, S / 2 C, K, W] each, by device.
     early, late = (jax.lax.all_gather(piece, CONTEXT) for piece in jnp.split(x, 2, axis=1))
     # [2 C, B, S / 2 C, K, W]: the late pieces come from the last device first.
     pieces = jnp.moveaxis(jnp.concatenate([early, late[::-1]]), 0, 1)

@@ -102,9 +102,11 @@ def route(
     )
     select = scores
     if config.experts.router_bias == "balanced":
+        # It selects experts, and the weights are of the scores without it (arXiv:2408.15664).
         select = scores + jax.lax.stop_gradient(params["router_bias"]).astype(jnp.float32)
     if config.experts.groups > 1:
         # Only the groups with the highest sums of their two best scores (arXiv:2412.19437).
+        # [B, T, G, E / G], of which `best` has at most two for each group.
         of_group = select.reshape(*select.shape[:-1], config.experts.groups, -1)
         best, _ = jax.lax.top_k(of_group, min(2, of_group.shape[-1]))
         _, chosen = jax.lax.top_k(best.sum(-1), config.experts.top_groups)  # [B, T, top]
@@ -126,9 +128,10 @@ def route(
     if config.experts.capacity and capped:
         # The first choices of all tokens of a row come before the second ones, in their order.
         b, t, _ = experts.shape
-        in_order = experts.swapaxes(1, 2).reshape(b, k * t)
+        in_order = experts.swapaxes(1, 2).reshape(b, k * t)  # [B, K T]
         one_hot = in_order[..., None] == jnp.arange(number)  # [B, K T, E]
         before = jnp.cumsum(one_hot, axis=1, dtype=jnp.int32) - 1
+        # [B, K T]: how many pairs of the row come before it to the same expert.
         position = jnp.where(one_hot, before, 0).sum(-1)
         kept = jnp.where(position < capacity_of(config, t), in_order, number)
         kept = kept.reshape(b, k, t).swapaxes(1, 2)
@@ -181,6 +184,7 @@ def _router_aux(
     load = counts.sum(0) * number / (k * total)  # [E]
     balance = (load * sums.sum(0)).sum() / total
     z = jnp.where(real, jnp.square(jax.nn.logsumexp(logits, axis=-1)), 0).sum() / total
+    # p log p [B, T, E], which xlogy has as 0 for p = 0.
     entropies = -jax.scipy.special.xlogy(probabilities, probabilities).sum(-1)
     entropy = jnp.where(real, entropies, 0).sum() / total
     dropped = (kept != experts).sum() / (k * total)
@@ -227,7 +231,7 @@ def _expert_rows(
         y = checkpoint_name(contract(equation, x, weights[name], groups=groups), name)
         return _added_bias(y, weights.get(f"{name}_bias"), groups.sizes)
 
-    up = linear("up", rows, "MD,EDF->MF")
+    up = linear("up", rows, "MD,EDF->MF")  # [M, F]
     gate = linear("gate", rows, "MD,EDF->MF") if config.gated else None
     hidden = hidden_of(config, units(config, up, gate), up)
     scale = scale.astype(hidden.dtype)[:, None]

@@ -98,6 +98,7 @@ def hidden_of(config: ModelConfig, active: jax.Array, up: jax.Array) -> jax.Arra
     if not config.gated:
         return active
     if config.activation == "swiglu_clamped":
+        # gpt-oss adds 1, so that a unit passes its gate on where up is 0.
         up = jnp.clip(up, -CLAMP, CLAMP) + 1
     return active * up
 
@@ -110,7 +111,7 @@ def swiglu(
 ) -> Float[Array, "... D"]:
     """Return (silu(x gate) * (x up)) down: [..., D], [D, F], [D, F], [F, D] -> [..., D]
     (arXiv:2002.05202)."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])  # [T, D], T of all leading axes
     hidden = jax.nn.silu(contract("TD,DF->TF", rows, gate)) * contract("TD,DF->TF", rows, up)
     return contract("TF,FD->TD", hidden, down).reshape(x.shape)
 
@@ -153,6 +154,7 @@ def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Out
 
 
 def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
+    # [B, T, F] each: the products before the activation, and the input of the last product.
     hidden = sizes.tokens * sizes.share(config.ff_width) * sizes.number
     names = ("gate", "up", "hidden") if config.gated else ("up", "hidden")
     return [StoredArray(name, hidden) for name in names]

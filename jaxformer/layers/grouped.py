@@ -69,6 +69,7 @@ def _ragged(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = Fal
 
 
 def _ragged_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
+    # The contracted axis is the ragged one: each group's part of the sum is a matrix of its own.
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -93,12 +94,14 @@ def row_blocks(m: int, sizes: jax.Array, least: int = 8, most: int = 512) -> Blo
     groups = len(sizes)
     # A power of two, as the kernels for GPUs need.
     rows = min(max(1 << (max(m // groups, 1) - 1).bit_length(), least), most)
+    # [E], the blocks of each group.
     counts = -(-sizes // rows)
     ends = jnp.cumsum(counts)
     # The most blocks that there can be: each group has at most one that is not full.
     index = jnp.arange(m // rows + groups, dtype=sizes.dtype)
     after_group = jnp.searchsorted(ends, index, side="right", method="compare_all")
     group = jnp.minimum(after_group, groups - 1)
+    # [blocks] each: the first row of a block in its group, and that of the group.
     in_group = (index - (ends - counts)[group]) * rows
     first = (jnp.cumsum(sizes) - sizes)[group]
     return BlocksOfRows(
@@ -111,6 +114,7 @@ def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False
     are not of its group as 0, and the next group then writes over those of its own."""
     blocks = row_blocks(len(x), sizes)
     width = w.shape[1 if transposed else 2]
+    # A block that begins in the last rows reads and writes beyond them.
     padded = jnp.pad(x, ((0, blocks.rows), (0, 0)))
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
@@ -178,6 +182,7 @@ def _forward(name: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[j
 def _backward(name: str, arrays: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = arrays
     row = GROUPED_KERNELS[name]
+    # dx = dy w^T of the group of each row, and dw = x^T dy of each group.
     return row.product(dy, w, sizes, True), row.outer(x, dy, sizes), None
 
 

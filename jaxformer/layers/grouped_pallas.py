@@ -50,7 +50,9 @@ def product_tiles(m: int, k: int, n: int, groups: int, itemsize: int) -> tuple[i
 
     def read(sizes: tuple[int, int]) -> int:
         depth, width = sizes
+        # A matrix that is cut in depth is read again for each tile of rows.
         reads = groups if depth == k else m // rows + groups
+        # Numbers; x is read once for each column of blocks.
         return m * k * -(-n // width) + reads * k * n
 
     pairs = itertools.product(_halves(k), _halves(n))
@@ -70,6 +72,7 @@ def outer_tiles(m: int, k: int, n: int, groups: int, itemsize: int) -> tuple[int
 
     pairs = itertools.product(_halves(k), _halves(n))
     fitting = [sizes for sizes in pairs if memory(*sizes) <= VECTOR_MEMORY]
+    # x is read once for each column of blocks, and dy once for each row of blocks.
     return rows, *min(
         fitting, key=lambda sizes: m * (k * -(-n // sizes[1]) + n * -(-k // sizes[0]))
     )
@@ -229,6 +232,7 @@ def gpu_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     def grouped_outer(end_ref: Any, size_ref: Any, x_ref: Any, dy_ref: Any, dw_ref: Any) -> None:
         tile = pl.program_id(0)
         group = pl.program_id(1)
+        # The blocks of a matrix are numbered row by row.
         row = tile // columns * tiles.rows
         column = tile % columns * tiles.width
         end = end_ref[group]

@@ -314,6 +314,7 @@ def head(
     logits = logits_of_rows(*output_layer(params, config, y))
     cap = config.head.soft_cap
     if cap:
+        # Between -cap and cap (arXiv:2408.00118), in float32, after the bias.
         logits = cap * jnp.tanh(logits / cap)
     return logits
 

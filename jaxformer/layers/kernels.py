@@ -102,6 +102,7 @@ class Needs(NamedTuple):
         lengths = tuple(side.positions.shape[-1] for side in sides)
         segments = 0.0
         if any(side.segments is not None for side in sides):
+            # Ids without a bound may be those of any number of texts.
             segments = mask.max_segments or math.inf
         is_ordered = mask.balanced or all(side.ordered for side in sides)
         rate, key = mask.dropout

@@ -93,6 +93,7 @@ def latent_queries(
     """Return the queries of all heads, of which the last R dimensions are rotated."""
     read = _normed_latent(params, config, "q_down", x) if config.latent.query_rank else x
     q = linear("BTD,DNH->BTNH", params, "q", read)
+    # [B, T, N, H - R] without positions, and [B, T, N, R].
     q, rotated = jnp.split(q, [config.head_width - config.latent.rope_head_dim], axis=-1)
     rotated = rotate(config, rotated, layout.positions, layout.segments)
     return jnp.concatenate([q, rotated], axis=-1)
@@ -106,6 +107,7 @@ def latents(
     latent = _normed_latent(params, config, "kv_down", x)
     key = linear("BTD,DH->BTH", params, "k_rope", x, to=RESIDUAL_AXES, point=POINT)
     key = rotate(config, key[:, :, None], layout.positions, layout.segments)
+    # C + R numbers of a token, where keys and values of all heads are N (H + W).
     return jnp.concatenate([latent[:, :, None], key], axis=-1)
 
 
@@ -113,6 +115,7 @@ def expanded(
     params: Params, config: ModelConfig, tokens: Float[Array, "B S 1 C+R"]
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N W"]]:
     """Return the keys and values of all heads, from the `latents` of tokens."""
+    # [B, S, 1, C] and [B, S, 1, R].
     latent, shared = jnp.split(tokens, [config.latent.kv_rank], axis=-1)
     k = linear("BTC,CNH->BTNH", params, "k", latent[:, :, 0])
     v = linear("BTC,CNH->BTNH", params, "v", latent[:, :, 0])
@@ -127,8 +130,11 @@ def absorbs(config: ModelConfig, queries: int, keys: int) -> bool:
     rank = config.latent.kv_rank
     width = config.head_width
     value_width = config.value_width
+    # Multiplications that make the key and the value of one token from its latent.
     expansion = rank * (width - config.latent.rope_head_dim + value_width)
+    # Scores of width C + R and sums of width C for a pair; both matrices once for each query.
     absorbed = queries * (keys * (2 * rank + config.latent.rope_head_dim) + expansion)
+    # Scores of width H and sums of width W for a pair; both matrices once for each key.
     return absorbed < queries * keys * (width + value_width) + keys * expansion
 
 
@@ -143,6 +149,7 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
         cache, tokens = cache.write(tokens)
     # The scale of the heads also where queries are of latents, and so of another width.
     scale = config.score_scale or config.head_width**-0.5
+    # In the standard parametrization `score_scale` is this scale, and muP does not change it again.
     config = with_settings(
         config, {"attention.scale": scale, "parametrization": "standard", "mup_base": ""}
     )
@@ -152,9 +159,10 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
         q, rotated = jnp.split(q, [config.head_width - config.latent.rope_head_dim], axis=-1)
         absorbed = contract("BTNH,CNH->BTNC", q, params["k"])
         q = jnp.concatenate([absorbed, rotated], axis=-1)
+        # One key head and one value head, [B, S, 1, C + R] and [B, S, 1, C], for all N queries.
         keys_values = tokens, tokens[..., : config.latent.kv_rank]
-        out, captures = attended(params, config, q, keys_values, call)
-        out = contract("BTNC,CNH->BTNH", out, params["v"])
+        out, captures = attended(params, config, q, keys_values, call)  # [B, T, N, C]
+        out = contract("BTNC,CNH->BTNH", out, params["v"])  # [B, T, N, W]
     else:
         keys_values = expanded(params, config, tokens)
         out, captures = attended(params, config, q, keys_values, call)

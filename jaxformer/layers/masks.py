@@ -108,6 +108,7 @@ def visible(mask: AttentionMask) -> jax.Array | None:
         one = jnp.ones((1, 1), jnp.int32)
         q_seg = one if queries.segments is None else queries.segments
         k_seg = one if keys.segments is None else keys.segments
+        # Padding has the number 0 on both sides, and no query sees it.
         same_segment = (q_seg[..., :, None] == k_seg[..., None, :]) & (k_seg[..., None, :] != 0)
         allowed = same_segment if allowed is None else allowed & same_segment
     if mask.leading and allowed is not None:

@@ -141,6 +141,7 @@ def splash_on_mesh(
 def _scaled(q: jax.Array, mask: AttentionMask) -> jax.Array:
     """Return queries times the scale, which the kernel does not have."""
     scale = mask.scoring.scale or 1 / math.sqrt(q.shape[-1])
+    # Rounded once, to the dtype in which the kernel multiplies them.
     return (q.astype(jnp.float32) * scale).astype(q.dtype)
 
 

@@ -23,6 +23,7 @@ def sinusoids(
     half = width // 2 if is_closed else -(-width // 2)
     index = jnp.arange(half, dtype=jnp.float32)
     exponent = -index / max(half - 1, 1) if is_closed else -2 * index / width
+    # [..., T, half], float32 as in `rope`.
     angle = positions[..., None].astype(jnp.float32) * 10_000.0**exponent
     waves = jnp.sin(angle), jnp.cos(angle)
     if order != "interleaved":
@@ -62,13 +63,14 @@ def rope(
     width = 2 * frequencies.shape[-1]
     # [..., T, W]. In float32: 16 bits cannot tell far positions from their neighbors.
     angle = positions[..., None].astype(jnp.float32) * frequencies
+    # [..., T, 1, W], the same for all heads.
     cos = jnp.cos(angle)[..., None, :]
     sin = jnp.sin(angle)[..., None, :]
     # The first `width` of H dimensions are rotated, in float32; the others pass.
     y = x[..., :width].astype(jnp.float32)
     if pairing == "half":
         a = y[..., : width // 2]
-        b = y[..., width // 2 :]
+        b = y[..., width // 2 :]  # [..., T, N, W], as a
         rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     else:
         a = y[..., ::2]
@@ -112,6 +114,8 @@ def _dynamic(config: ModelConfig, positions: jax.Array, segments: Segments = Non
     width = config.rotated_width
     s = config.rope.factor
     length = jnp.maximum(_segment_lengths(positions, segments), original)
+    # The exponent divides the frequency of the slowest pair by s n / L - s + 1; that of the
+    # fastest stays 1.
     growth = (s * length / original - s + 1) ** (width / max(width - 2, 1))
     return rope_frequencies(width, config.rope.theta * growth)
 
@@ -125,6 +129,7 @@ def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) 
     period = 2 * math.log(config.rope.theta)
 
     # The pair that turns so often within the original length; not a whole number.
+    # From rotations = L theta^(-2i / width) / (2 pi).
     def index(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / period
 
@@ -136,6 +141,7 @@ def _yarn(config: ModelConfig, positions: jax.Array, segments: Segments = None) 
     low = max(low, 0)
     high = min(high, width - 1)
     # 0 for pairs that keep their frequency, 1 for those whose frequency is divided. [W]
+    # Where the bounds meet, 1e-3 makes a step of the ramp, without a division by 0.
     scaled = jnp.clip((jnp.arange(-(-width // 2)) - low) / max(high - low, 1e-3), 0, 1)
     plain = _plain(config, positions, segments)
     return plain / config.rope.factor * scaled + plain * (1 - scaled)

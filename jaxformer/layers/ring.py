@@ -128,7 +128,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
     # of blocks before a scan over layers, and stores them.
     queries, keys = jax.lax.optimization_barrier((queries, keys))
     q = query_groups(queries.q, keys.k.shape[2])  # [B, K, G, T, H]
-    shape = q.shape[:-1]
+    shape = q.shape[:-1]  # B, K, G, T
     width = keys.v.shape[-1]
     running = Running(
         jnp.zeros((*shape, width), jnp.float32),
@@ -164,6 +164,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
             return jax.lax.scan(add, before, of_keys)[0]
 
         running = jax.lax.map(of_block, (blocks, running))
+        # The last of the C moves is read by nothing: all steps of a scan are the same.
         return (running, _passed_on(keys, ring)), None
 
     number = blocks.q.shape[0]
@@ -182,6 +183,7 @@ def _forward(queries: Queries, keys: PassedKeys, ring: Ring) -> tuple[jax.Array,
 def _backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[Queries, PassedKeys]:
     queries, keys, out, log_sum = saved
     heads = keys.k.shape[2]
+    # [B, K, G, T, H], and [B, K, G, T, W] of d_out and out.
     q, d_outs, outs = (query_groups(x, heads) for x in (queries.q, d_out, out))
     # The sum of weights * d_weights over the keys is that of d_out * out over the width.
     inner = jnp.sum(d_outs.astype(jnp.float32) * outs, axis=-1, keepdims=True)
@@ -215,6 +217,7 @@ def _backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[Queries, Passed
         return (d_q, _passed_on(keys, ring), _passed_on(d_keys, ring)), None
 
     of_keys = _key_blocks(keys)
+    # [blocks, B, K, S / blocks, H], and of values [blocks, B, K, S / blocks, W].
     d_keys = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (of_keys.k, of_keys.v))
     # Sums over as many blocks as a row has are float32, whatever the dtype of the arrays.
     d_q = jnp.zeros(blocks.q.shape, jnp.float32)
@@ -249,7 +252,7 @@ def _allowed(block: Any, key_block: Any, ring: Ring) -> jax.Array:
 
 def _added(running: Running, block: Any, key_block: Any, allowed: jax.Array, ring: Ring) -> Running:
     """Return the running output of a block of queries with a block of keys."""
-    allowed = allowed[:, None, None]
+    allowed = allowed[:, None, None]  # [B or 1, 1, 1, queries, keys]
     scores, _ = scores_of(block.q, key_block.k, ring.scale, ring.soft_cap)
     scores = jnp.where(allowed, scores, LEAST)
     # [B, K, G, T, 1]. Subtracting the largest score seen so far keeps exp finite.

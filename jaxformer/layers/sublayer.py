@@ -63,12 +63,14 @@ class Sizes(NamedTuple):
 
     def share(self, length: int) -> float:
         """Return the length of an axis on one device."""
+        # An axis that the devices do not divide is whole on each of them.
         return length / self.tensor if length % self.tensor == 0 else length
 
     def key_heads(self, heads: int, kv_heads: int) -> float:
         """Return the heads of keys in the tokens of a device, repeated until the devices that
         divide the query heads divide them too."""
         devices = self.tensor * (self.context if self.exchange == "heads" else 1)
+        # As `exchange.repeated` does it: the least multiple of the key heads that they divide.
         repeated = kv_heads if heads % devices else math.lcm(kv_heads, devices)
         return self.share(repeated)
 

@@ -70,6 +70,7 @@ def score_flops(config: ModelConfig, length: int, source_length: int = 0) -> flo
     for stack in stacks(config, length, source_length):
         for layer in stack.layers:
             for sublayer in stack.sublayers(layer).values():
+                # Of an encoder, S / T tokens for each token of the target.
                 total += sublayer.scores(layer, stack.keys(sublayer)) * (stack.tokens / length)
     # The backward pass has two products for each product of the forward pass.
     return 3 * total

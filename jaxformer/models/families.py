@@ -110,6 +110,7 @@ def encoder_decoder_hidden(
     mask, cache = stack_mask(params["blocks"], inputs.layout, cache)
     inputs = replace(inputs, layout=mask.queries)
     x = embed(params["embed"], config, inputs, embed_key)
+    # A target sees the whole source of its segment number, and no distances in it.
     to_source = AttentionMask(mask.queries, source_layout, causal=False, relative=False)
     source = EncoderOutput(encoded, to_source)
     call = Call(mask, source=source, key=layers_key, request=request.within("decoder"))

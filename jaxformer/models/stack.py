@@ -151,6 +151,7 @@ def stack_mask(
     layer = blocks[0] if isinstance(blocks, list) else stacks_of(blocks)[0]
     leading = 0
     if "prefix_k" in layer.get("attention", {}):
+        # [L, P, K, H], or of a list of layers [P, K, H].
         leading = int(layer["attention"]["prefix_k"].shape[-3])
     layout = layout.after(leading)
     keys = layout
@@ -336,10 +337,13 @@ def _run_layers(
                 # Layers of a group read the entry that they share: no copies of it are made.
                 params = None
             elif len(stacks) == first + period:
+                # A stack for each position, of which layers behind the loop have later entries.
                 params = _entry(stacks[first + p], slice(len(layers)))
             else:
+                # All layers have equal tables and one stack, of which this position has every P-th.
                 params = _entry(stacks[0], slice(layers.start, end, period))
             of_layers = [caches[i] for i in layers]
+            # A first axis of layers, as that of the params; without a cache there are no arrays.
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
             items.append((params, jnp.arange(layers.start, end, period), stacked))
         x, results = jax.lax.scan(body, x, items)

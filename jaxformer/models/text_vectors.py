@@ -78,10 +78,12 @@ def row_vectors(
     normalize: bool = True,
 ) -> Float[Array, "B D"]:
     """Return the vectors of `embed` from the residual stream of a model."""
+    # A sum over as many tokens as a row has is float32.
     vectors = pool(
         x.astype(jnp.float32), layout, config.text_pooling if pooling == "auto" else pooling
     )
     if not normalize:
         return vectors
     squares = jnp.square(vectors).sum(axis=-1, keepdims=True)
+    # The maximum comes before the root, whose derivative at 0 is infinite.
     return vectors / jnp.sqrt(jnp.maximum(squares, SMALLEST_NORM**2))

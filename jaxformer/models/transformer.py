@@ -70,6 +70,7 @@ def mup_specs(specs_of: SpecsOf, config: ModelConfig) -> Specs:
         init = base[path].init
         spec = replace(spec, init=init, base_fans=(base[path].fan_in, base[path].fan_out))
         grown_in, grown_out = spec.growth
+        # The first row of the table has grown_in = 1, for which both are 1.
         factor = 1 / grown_in if grown_out == 1 else 1 / math.sqrt(grown_in)
         if factor != 1:
             spec = replace(spec, init=scaled(init, factor))

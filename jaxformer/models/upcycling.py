@@ -66,6 +66,7 @@ def _blocks(blocks: Params, table: Params, layers: tuple[ModelConfig, ...]) -> P
             # The norms of the feed-forward are those of the experts.
             params = {name.replace("ffn", "experts", 1): leaf for name, leaf in params.items()}
             params["experts"] = {
+                # [E, ...], equal copies: what the routers send them makes them different.
                 name: jnp.broadcast_to(leaf, (config.experts.n, *leaf.shape))
                 for name, leaf in params["experts"].items()
             }

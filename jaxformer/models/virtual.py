@@ -336,6 +336,7 @@ class PromptedTable:
 
     def lookup(self, index: jax.Array, to: Axes) -> jax.Array:
         """Look up as `params.lookup` does in a table with both."""
+        # Every id is looked up in both tables, at a valid index, and one of the rows is taken.
         token_rows = lookup(self.weight, jnp.maximum(index, 0), to)
         prompt_rows = lookup(self.prompt, jnp.minimum(index, -1) + len(self.prompt), to)
         return jnp.where(index[..., None] < 0, prompt_rows.astype(token_rows.dtype), token_rows)
