@@ -6,8 +6,9 @@
     block 2 [x x x .]
     block 3 [x x x x]
 
-Each block of queries reads only the keys that at least one of its rows may attend to, so half of
-the square is never computed, and only one block of scores is in memory at a time. The forward pass
+Each block of queries of a decoder reads only the keys up to its last row, so half of the square is
+never computed, and only one block of scores is in memory at a time. A window masks keys before it
+and leaves none out. The forward pass
 saves the log-sum-exp of each row instead of its weights; the backward pass recomputes the weights
 from it (arXiv:2205.14135, arXiv:2307.08691). Dropout of the weights is drawn a block at a time, and
 again in the backward pass, from the key folded with the number of the block.

@@ -154,17 +154,23 @@ def pool(x: Float[Array, "B T D"], layout: TokenLayout, pooling: str) -> Float[A
     real = jnp.ones(x.shape[:2], bool)
     if layout.segments is not None:
         real = layout.segments != 0
-    # [B, T], which sum to 1 in each row.
+    # [B, T], which sum to 1 in each row that has a token.
     weights = POOLINGS[pooling](real).astype(x.dtype)
     return jnp.einsum("BT,BTD->BD", weights, x)
 
 
 # The weight of each token of a row, from whether it is a token of the text: bool [B, T] -> [B, T].
 POOLINGS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "first": lambda real: jnp.arange(real.shape[1]) == jnp.argmax(real, axis=1, keepdims=True),
+    # A row that is all padding has the index 0 of both, and is left out by its own token.
+    "first": lambda real: (
+        real & (jnp.arange(real.shape[1]) == jnp.argmax(real, axis=1, keepdims=True))
+    ),
     "last": lambda real: (
-        jnp.arange(real.shape[1])
-        == jnp.max(jnp.where(real, jnp.arange(real.shape[1]), 0), axis=1, keepdims=True)
+        real
+        & (
+            jnp.arange(real.shape[1])
+            == jnp.max(jnp.where(real, jnp.arange(real.shape[1]), 0), axis=1, keepdims=True)
+        )
     ),
     "mean": lambda real: real / jnp.maximum(real.sum(1, keepdims=True), 1),
 }

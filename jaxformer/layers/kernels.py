@@ -118,7 +118,7 @@ class Needs(NamedTuple):
             bias=mask.scoring.bias is not None,
             soft_cap=bool(mask.scoring.soft_cap),
             sinks=mask.scoring.sinks is not None,
-            positions=mask.causal and not is_ordered,
+            positions=(mask.causal or mask.window > 0) and not is_ordered,
         )
 
 

@@ -56,15 +56,17 @@ def test_padding_and_neighbors_change_no_vector(config, left):
     np.testing.assert_allclose(embed(params, config, rows, segment_ids=real)[1:], alone, atol=1e-6)
 
 
-def test_a_row_of_padding_has_the_vector_zero_and_a_finite_gradient():
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_a_row_of_padding_has_the_vector_zero_and_a_finite_gradient(pooling):
     real = np.array([[1] * 24, [0] * 24])
     rows = tokens(2)
 
     def total(params):
-        return jf.embed(params, ENCODER, rows, segment_ids=real).sum(), None
+        return jf.embed(params, ENCODER, rows, segment_ids=real, pooling=pooling).sum(), None
 
     params = params_of(ENCODER)
-    assert not np.asarray(embed(params, ENCODER, rows, segment_ids=real))[1].any()
+    vectors = embed(params, ENCODER, rows, segment_ids=real, pooling=pooling)
+    assert np.asarray(vectors)[0].any() and not np.asarray(vectors)[1].any()
     gradient = jax.jit(jax.grad(total, has_aux=True))(params)[0]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
