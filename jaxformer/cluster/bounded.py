@@ -53,6 +53,8 @@ class BoundedProcess:
                 self._process = self._start()
             process = self._process
             assert process.stdin is not None and process.stdout is not None
+            # RLIMIT_CPU ends a process that computes. This ends one that only sleeps or waits, and
+            # on Windows, which has no such limits, any.
             timer = threading.Timer(self.seconds * WAITING, process.kill)
             timer.start()
             answer = b""
@@ -87,6 +89,7 @@ class BoundedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            # The path of this process, which a script or a notebook may have changed.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,  # no signal of the terminal reaches it
         )
@@ -109,12 +112,16 @@ def serve(answer_to: Callable[[Any], Any], seconds: float) -> None:
             with contextlib.suppress(OSError, ValueError):  # macOS cannot bound the address space
                 resource.setrlimit(number, (math.ceil(value), resource.getrlimit(number)[1]))
 
+    # The signal by which RLIMIT_CPU ends a process may leave a core file in the working directory.
     limit("RLIMIT_CORE", 0)
     limit("RLIMIT_AS", MEMORY)
     questions = sys.stdin.buffer
     answers = sys.stdout.buffer
+    # What the code itself prints would be read as the answer.
     sys.stdout = sys.stderr
     for line in questions:
+        # The limit counts from the start of the process, so it is moved with each question. That is
+        # why only the soft limit is set: a hard one cannot be raised again.
         limit("RLIMIT_CPU", sum(os.times()[:2]) + seconds)
         try:
             reply = {"answer": answer_to(json.loads(line))}

@@ -326,6 +326,8 @@ class RollCall:
                 admission = (connection, deadline)
                 threading.Thread(target=self._admit, args=admission, daemon=True).start()
         with self._guard:
+            # Threads of `_admit` may still run. A process that one of them entered from here on
+            # would come too late for what is counted and sent below.
             self._gathering = False
         missing = [str(index) for index in range(1, self.count) if index not in self._channels]
         if missing:
@@ -353,6 +355,8 @@ class RollCall:
                 message = channel.read()
         index, count, host = (message.get(name) for name in ("index", "count", "host"))
         secret = str(message.get("secret", ""))
+        # Its time does not say how far a wrong secret is right, so nobody can guess it part by
+        # part.
         is_of_run = hmac.compare_digest(secret.encode(), _secret().encode())
         with self._guard:
             is_expected = is_of_run and self._gathering
@@ -360,6 +364,7 @@ class RollCall:
                 connection.close()  # no process of this run, or too late
                 return
             host = host[:LONGEST_NAME]
+            # A process that was killed meanwhile and started again takes its former place.
             has_come = index in self._channels and self._channels[index].is_open()
             if count != self.count or not 0 < index < self.count or has_come:
                 channel.send(
@@ -491,6 +496,7 @@ class RollCall:
             self.lost = text
             self.signal = number
             self._another_ended.set()
+        # The others are connected to process 0 alone, and hear of each other through it.
         if self.index == 0:
             self._send(lost=text, signal=None if number is None else name_of(number))
         grace = GRACE
@@ -523,6 +529,8 @@ class RollCall:
     def verdict(self, error: BaseException, expected: tuple[type[BaseException], ...]) -> None:
         """Tells the others of an error that ends this process. Raises LostProcess or Stopped
         instead where another process that has ended is the cause."""
+        # An error in this process may follow from the end of another one, of which word is still on
+        # its way. Without a wait the message would name this process.
         seconds = 0.0 if isinstance(error, expected) else 1.0
         # A save whose collective fails raises NotSaved, from an error of JAX.
         cause: BaseException | None = error
@@ -532,6 +540,8 @@ class RollCall:
             cause = cause.__cause__ or cause.__context__
         if seconds and self._another_ended.wait(seconds):
             raise self._error() from error
+        # JSON writes most characters beyond ASCII in six. A line that is cut at LONGEST_MESSAGE
+        # would be taken for the end of the connection, and this process for one that was killed.
         self._send(failed=f"{type(error).__name__}: {error}"[: LONGEST_MESSAGE // 8])
 
     def _send(self, **message: Any) -> None:
@@ -588,6 +598,8 @@ class RollCall:
             ) from error
         finally:
             set_log_level(int(os.environ.get("TF_CPP_MIN_LOG_LEVEL") or WARNING))
+        # In C, because a handler of Python runs between two of its instructions, which a process
+        # that aborts does not reach.
         libc = ctypes.CDLL(None)
 
         def on_abort(_: int) -> None:
@@ -595,6 +607,7 @@ class RollCall:
                 self._exit()
             libc.signal(signal.SIGABRT, None)  # the default
 
+        # Kept as an attribute: ctypes frees a callback that nothing refers to, and C would call it.
         self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
         libc.signal(signal.SIGABRT, self._on_abort)
         atexit.register(self.wait_for_others, SERVICE_SECONDS)  # before JAX ends its service

@@ -64,9 +64,13 @@ def exchange(text: str) -> list[str]:
     """The texts of all processes, by their index. Every process of the run has to call it."""
     if jax.process_count() == 1:
         return [text]
+    # The store refuses to set a key twice, so each meeting has keys of its own, by a number that
+    # all processes count alike.
     prefix = f"jaxformer/exchange/{reached('a meeting of all')}"
     client().key_value_set(f"{prefix}/{jax.process_index()}", text)
     if jax.process_index() == 0:
+        # One process reads the texts of all. If each did, the requests would grow with the square
+        # of the number of processes.
         gathered = [read_key(f"{prefix}/{index}") for index in range(jax.process_count())]
         client().key_value_set(f"{prefix}/all", json.dumps(gathered))
     texts: list[str] = json.loads(read_key(f"{prefix}/all"))
@@ -85,6 +89,7 @@ def together(work: Callable[[], AgreedT], *kinds: type[Exception]) -> AgreedT:
     error: Exception | None = None
     try:
         result = work()
+    # Stopped is no Exception, and goes on at once: `joined` tells the other processes.
     except Exception as raised:
         error = raised
     outcomes = exchange(json.dumps([type(error).__name__, str(error)] if error else []))
@@ -129,6 +134,8 @@ def read_key(key: str) -> str:
             value: str = client().blocking_key_value_get(key, POLL_MS)
             return value
         except jax.errors.JaxRuntimeError as error:
+            # JAX raises one class for all errors of its service; only the text says that a key is
+            # not set yet.
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise LostProcess(f"the coordinator of the run does not answer: {error}") from error
         request = current()
@@ -180,6 +187,9 @@ class StopAgreement:
         self._evaluations += batch == 0
         reached(f"batch {batch} of an evaluation after step {self._step}")
         self._publish(signal)
+        # A signal reaches the processes at different batches, and a batch that only some of them
+        # compute would never end. So the first one decides, at the price of a request for each
+        # batch.
         key = f"{self._prefix}/evaluation/{self._evaluations}/{batch}"
         if jax.process_index() == 0:
             request = self._request()

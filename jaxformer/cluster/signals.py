@@ -117,6 +117,7 @@ def end(number: int, message: str) -> None:
     """Ends the process with the exit status of a signal, without unwinding: a compiler would hold
     that up."""
     with contextlib.suppress(OSError):
+        # No print, which would wait where the main thread holds the lock of standard error.
         os.write(2, f"{message}\n".encode())
     os._exit(128 + number)
 
@@ -169,6 +170,8 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
     finally:
         _current = None
         for number, handler in previous.items():
+            # After a finished run the process has only to exit, and the previous handler might end
+            # it with the status of a failure.
             signal.signal(number, signal.SIG_IGN if ends and request.finished else handler)
         if watch is not None:
             watch.close()
@@ -229,6 +232,8 @@ class _Watch:
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
     def close(self) -> None:
+        # Before the pipe is closed: otherwise a signal would be written to whatever file gets its
+        # number next.
         signal.set_wakeup_fd(self._previous)
         os.close(self._write)  # which ends the thread
 

@@ -24,10 +24,12 @@ def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> R
     import tyro
 
     setting_names = {*flat(RunConfig()), "help"}
+    # Before tyro, whose message does not say where a setting has moved, as `suggestion` does.
     for name in settings_in(arguments):
         if name not in setting_names:
             raise ConfigError(f"there is no setting {name}. {suggestion(name)}")
     with warnings.catch_warnings():
+        # A default may be the name of an added row, which the annotated Literal lacks.
         warnings.filterwarnings("ignore", "The field .* is annotated with type .*Literal")
         return tyro.cli(
             RunConfig,
@@ -42,8 +44,8 @@ def parse_fields(config: RunConfig, arguments: Sequence[str], program: str) -> R
 
 
 def settings_in(arguments: Sequence[str]) -> dict[str, str]:
-    """The value of each `--section.field value` or `--section.field=value`; of a setting that is
-    stated twice, the last one."""
+    """Return the value of each `--section.field value` or `--section.field=value`; of a setting
+    that is stated twice, the last one."""
     stated = {}
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if argument.startswith("--"):
@@ -53,7 +55,8 @@ def settings_in(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _registry() -> Any:
-    """The rules by which tyro accepts, as values of a setting, the rows added to its table."""
+    """Return the rules by which tyro accepts, as values of a setting, the rows added to its
+    table."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -80,7 +83,8 @@ def _registry() -> Any:
 
 
 def read_config(path: str | Path) -> RunConfig:
-    """The config as its file states it; its sections are not yet checked against each other."""
+    """Return the config as its file states it; its sections are not yet checked against each
+    other."""
     file, _, name = str(path).rpartition(":")
     # The path has no colon, or a colon that is part of it.
     source = located(path)
@@ -98,6 +102,7 @@ def read_config(path: str | Path) -> RunConfig:
         return from_json(read_text(source), str(source))
     if source.suffix != ".py" or not store_of(source).reads_in_place:
         raise ConfigError(f"config {file} must be a Python file (.py) or the config.json of a run.")
+    # A config may import modules that lie beside it, such as one that adds rows to a table.
     sys.path.insert(0, str(source.parent))
     try:
         spec = importlib.util.spec_from_file_location(f"jaxformer_config_{source.stem}", source)
@@ -127,8 +132,8 @@ def read_config(path: str | Path) -> RunConfig:
 
 
 def known_vocabulary(tokenizer: TokenizerConfig) -> int:
-    """The number of tokens of the tokenizer that is made for a text; 0 where only the text or an
-    existing tokenizer says it."""
+    """Return the number of tokens of the tokenizer that is made for a text; 0 where only the text
+    or an existing tokenizer says it."""
     sizes = {"bpe": tokenizer.vocab_size, "bytes": BYTE_VOCABULARY}
     return 0 if tokenizer.path else sizes.get(tokenizer.kind, 0)
 
@@ -190,7 +195,7 @@ def check(config: RunConfig) -> RunConfig:
 def _virtual_problems(
     adapter: AdapterConfig, model: ModelConfig, data: DataConfig
 ) -> Iterator[str]:
-    """A message for each row that learned positions do not reach behind virtual tokens."""
+    """Yield a message for each row that learned positions do not reach behind virtual tokens."""
     if adapter.kind not in ("prompt", "prefix") or model.embedded_positions != "learned":
         return
     lengths = {"data.sequence_length": data.sequence_length}

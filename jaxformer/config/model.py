@@ -167,7 +167,8 @@ class ModelConfig(Section):
 
     @property
     def base_model(self) -> "ModelConfig":
-        """The model of mup_base, in the standard parametrization; without one, this model."""
+        """Return the model of mup_base, in the standard parametrization; without one, this
+        model."""
         return _base_of(self) if self.mup_base else self
 
     @property
@@ -181,7 +182,7 @@ class ModelConfig(Section):
 
     @property
     def attention_dropout_rate(self) -> float:
-        """The dropout rate of attention weights, "auto" resolved."""
+        """Return the dropout rate of attention weights, "auto" resolved."""
         rate = self.attention.dropout
         return self.dropout if rate == "auto" else rate
 
@@ -214,39 +215,40 @@ class ModelConfig(Section):
 
     @property
     def ff_width(self) -> int:
+        # A gate is a third matrix: at 8/3 the layer has as many parameters as with two at 4.
         gated, plain = -(-self.d_model * 8 // 3 // 64) * 64, 4 * self.d_model
         return self.d_ff or (gated if self.gated else plain)
 
     @property
     def expert_width(self) -> int:
-        """The hidden width of an expert."""
+        """Return the hidden width of an expert."""
         return self.experts.d_ff or self.ff_width
 
     @property
     def output(self) -> str:
-        """The head, "auto" resolved."""
+        """Return the head, "auto" resolved."""
         auto = "masked" if self.family == "encoder" else "language"
         return auto if self.head.kind == "auto" else self.head.kind
 
     @property
     def second_heads(self) -> tuple[str, ...]:
-        """The heads beside that of `head`."""
+        """Return the heads beside that of `head`."""
         return tuple(name for name in SECOND_HEADS if getattr(self.head, name))
 
     @property
     def text_pooling(self) -> str:
-        """The pooling of the vector of a text, "auto" resolved."""
+        """Return the pooling of the vector of a text, "auto" resolved."""
         return "mean" if self.head.pooling == "auto" else self.head.pooling
 
     @property
     def pooled(self) -> str:
-        """The pooling, "auto" resolved."""
+        """Return the pooling, "auto" resolved."""
         auto = "first" if self.family == "encoder" else "last"
         return auto if self.head.pooling == "auto" else self.head.pooling
 
     @property
     def embedded_positions(self) -> str:
-        """The positions that are added to the embeddings, if that scheme is one of those."""
+        """Return the positions that are added to the embeddings, if that scheme is one of those."""
         return "learned" if self.embedding.positions == "learned" else self.positions
 
     @property
@@ -256,12 +258,12 @@ class ModelConfig(Section):
 
     @property
     def original_length(self) -> int:
-        """The length that RoPE was trained at."""
+        """Return the length that RoPE was trained at."""
         return self.rope.original_length or self.max_length
 
     @property
     def rope_scale(self) -> float:
-        """The factor of rotated queries and keys (arXiv:2309.00071, 2402.13753)."""
+        """Return the factor of rotated queries and keys (arXiv:2309.00071, 2402.13753)."""
         if self.rope.scaling not in ATTENTION_FACTORS:
             return 1.0
         return self.rope.attention_factor or ATTENTION_FACTORS[self.rope.scaling](self)

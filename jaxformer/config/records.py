@@ -70,7 +70,7 @@ class Rope(Section):
 
     @property
     def fast_rotations(self) -> float:
-        """The rotations over the original length from which frequencies are not scaled."""
+        """Return the rotations over the original length from which frequencies are not scaled."""
         return self.fast or (4.0 if self.scaling == "llama3" else 32.0)
 
     @property
@@ -302,13 +302,13 @@ class Head(Section):
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """The names in a setting, which are separated by commas or spaces."""
+    """Return the names in a setting, which are separated by commas or spaces."""
     return tuple(text.replace(",", " ").split())
 
 
 def numbers_of(text: str) -> tuple[float, ...]:
-    """The numbers in a setting, which are separated by commas or spaces; none if one is not a
-    number."""
+    """Return the numbers in a setting, which are separated by commas or spaces; none if one is not
+    a number."""
     try:
         return tuple(map(float, names_of(text)))
     except ValueError:

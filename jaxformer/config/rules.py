@@ -80,7 +80,7 @@ SETTING_OF = {"output": "head.kind", "embedded_positions": "positions"}
 
 
 def model_conflicts(config: Any) -> list[str]:
-    """A message for each rule that a `ModelConfig` breaks."""
+    """Return a message for each rule that a `ModelConfig` breaks."""
     width, heads, kv_heads = config.d_model, config.n_heads, config.n_kv_heads
     if not config.head_dim and width % heads:
         return [
@@ -215,7 +215,7 @@ def _others(config: Any) -> Iterator[str]:
 
 
 def widths_of(text: str) -> dict[str, int]:
-    """The numbers in a setting such as 'd_model=64 n_heads=4' by name, separated by commas or
-    spaces; 0 for what is no number above 0."""
+    """Return the numbers in a setting such as 'd_model=64 n_heads=4' by name, separated by commas
+    or spaces; 0 for what is no number above 0."""
     entries = (entry.partition("=") for entry in names_of(text))
     return {name: int(number) if number.isdecimal() else 0 for name, _, number in entries}

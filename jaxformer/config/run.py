@@ -154,8 +154,8 @@ ObjectiveName = Annotated[
 
 
 def named_sources(text: str) -> list[str]:
-    """The sources of data.train or data.validation, which are separated by ';'. A path that exists
-    is one source."""
+    """Return the sources of data.train or data.validation, which are separated by ';'. A path that
+    exists is one source."""
     if os.path.exists(text):
         return [text]
     return [spec.strip() for spec in text.split(";") if spec.strip()]
@@ -260,7 +260,7 @@ class TokenizerConfig(Section):
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The names of `add_tokens`."""
+        """Return the names of `add_tokens`."""
         return tuple(parts_of(self.add_tokens))
 
     def conflicts(self) -> list[str]:
@@ -287,7 +287,7 @@ class RunConfig:
 
 
 def suggestion(unknown: str) -> str:
-    """A sentence that names the settings that an unknown `section.field` may stand for."""
+    """Return a sentence that names the settings that an unknown `section.field` may stand for."""
     section, _, name = unknown.rpartition(".")
     if name in MOVED:
         return f"It is model.{MOVED[name]} now."
@@ -310,7 +310,7 @@ def to_json(config: RunConfig) -> str:
 
 
 def from_json(text: str, where: str) -> RunConfig:
-    """The inverse of `to_json`; `where` names the file in a ConfigError.
+    """Return the settings that `to_json` wrote; `where` names the file in a ConfigError.
 
     A file of another version is refused. Settings that the file lacks have their defaults.
 

@@ -104,13 +104,14 @@ def _literal(hint: Any) -> Any:
 
 
 def imported_table(hint: Any) -> Table[Any] | None:
-    """The table of a setting; None where its module has not been imported, which code that adds a
-    row to it has."""
+    """Return the table of a setting; None where its module has not been imported, which code that
+    adds a row to it has."""
     return _TABLES.get(get_args(_literal(hint)))
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """The allowed values of a setting: those of its `Literal`, and the rows added to its table."""
+    """Return the allowed values of a setting: those of its `Literal`, and the rows added to its
+    table."""
     listed = get_args(_literal(hint))
     return (*listed, *(name for name in _TABLES.get(listed, ()) if name not in listed))
 
@@ -144,6 +145,7 @@ class Section:
             elif isinstance(kind, type) and issubclass(kind, Section):
                 if not isinstance(value, kind):
                     problems.append(f"{name}={value!r} is not a record: give {kind.__name__}(...).")
+            # bool is a subclass of int: without the second test a True would pass for the number 1.
             elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
                 allowed = " or ".join([f"of type {kind.__name__}", *map(repr, words)])
                 problems.append(f"{name}={value!r} is not {allowed}.")
@@ -151,6 +153,8 @@ class Section:
                 bounds = [extra for extra in extras if isinstance(extra, Bounds)]
                 if not all(bound.hold(value) for bound in bounds):
                     problems.append(f"{name}={value!r} must be {bounds[0]}.")
+        # These rules compute with several fields, so they are asked only where each field is of its
+        # type and within its bounds.
         problems = problems or self.conflicts()
         if problems:
             raise ConfigError("\n".join(f"{type(self).section}.{problem}" for problem in problems))
@@ -213,18 +217,18 @@ def with_settings(config: ConfigT, settings: Mapping[str, Any]) -> ConfigT:
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number, separated by commas."""
+    """Return the divisors of a number, separated by commas."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return ", ".join(map(str, sorted({*small, *(number // n for n in small)})))
 
 
 def parts_of(text: str) -> list[str]:
-    """The entries of a setting that are separated by commas."""
+    """Return the entries of a setting that are separated by commas."""
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def parsed_groups(text: str, words: tuple[str, ...]) -> list[tuple[str, dict[str, float]]]:
-    """The numbers of a setting groups by pattern, for "embed: lr 0.3, norm: lr 2 decay 0" as
+    """Return the numbers of a setting groups by pattern, for "embed: lr 0.3, norm: lr 2 decay 0" as
     [("embed", {"lr": 0.3}), ("norm", {"lr": 2.0, "decay": 0.0})]. `words` are those that it
     knows."""
     groups = []
@@ -248,7 +252,8 @@ def parsed_groups(text: str, words: tuple[str, ...]) -> list[tuple[str, dict[str
 
 
 def step_range(text: str, name: str) -> range:
-    """The steps, counted from 1, of a slice as in Python or of a single number; none for ""."""
+    """Return the steps, counted from 1, of a slice as in Python or of a single number; none for
+    an empty text."""
     if not text:
         return range(0)
     first, colon, stop = text.partition(":")

@@ -92,7 +92,8 @@ class TrainConfig(Section):
 
     @property
     def n_microbatches(self) -> int:
-        """The number of microbatches; 1 for an "auto" that `runs/resolve.py` has not resolved."""
+        """Return the number of microbatches; 1 for an "auto" that `runs/resolve.py` has not
+        resolved."""
         return 1 if self.microbatches == "auto" else self.microbatches
 
     def conflicts(self) -> list[str]:
@@ -220,7 +221,7 @@ class MeshConfig(Section):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis, as `make_mesh` takes them."""
+        """Return the size of each axis, as `make_mesh` takes them."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
 

@@ -206,6 +206,8 @@ class StorePath(ProxyUPath):
 
     @contextlib.contextmanager
     def replacing(self, advice: str = "", follow: bool = True) -> Iterator[BinaryIO]:
+        # On this machine first, which takes room there. fsspec also closes a file that it writes
+        # after an error, and what was written until then would become the object.
         with tempfile.NamedTemporaryFile() as file:
             yield cast(BinaryIO, file)
             file.flush()
@@ -243,6 +245,8 @@ class StorePath(ProxyUPath):
 
     def gather(self, paths: Sequence[Any]) -> None:
         """Copies all objects before the first one is removed."""
+        # A store has no rename. A process that is killed among the copies leaves each object in its
+        # place, beside copies that no run reads; object by object, the run would be in two places.
         for path in paths:
             (self / path.name).copy_from(path)
         for path in paths:
@@ -354,6 +358,8 @@ class StorePath(ProxyUPath):
             lock = open(copy.with_name(f".{copy.name}.lock"), "w")  # noqa: SIM115 (closed below)
         except OSError as error:
             raise ConfigError(f"{copy} cannot be written ({error.strerror}): {advice}.") from None
+        # The lock file stays. If it were removed, a process that waits for it and one that makes it
+        # anew would hold a lock each, and both would copy.
         with lock:
             if sys.platform != "win32":
                 import fcntl  # Windows lacks it
@@ -429,15 +435,21 @@ class StorePath(ProxyUPath):
                 continue  # it was removed in between
             if holder.get("id") == record["id"]:
                 break  # the store took it, and answered that it had failed
+            # Also by the clock of this machine: the time in the claim is that of its holder, whose
+            # clock may be ahead.
             if _is_left(holder) or time.monotonic() - began > LEFT_AFTER:
                 _remove_claim(path)
                 if _put_claim(path, record):
+                    # Another process may have read the same old claim, and remove this new one in
+                    # its place. The last one to put its claim has it, and the other one sees that
+                    # below.
                     time.sleep(SETTLING)
                     if _read_claim(path).get("id") == record["id"]:
                         break
                 continue
             holding = f"{holder.get('id')} {holder.get('renewed')}"
             by = f"process {holder.get('pid')} on {holder.get('host')}"
+            # It was renewed, or is another one, since the first look: its process runs.
             if first and holding != first:
                 raise ConfigError(
                     f"{name} is in use by another process: {by} holds {path}. Wait for it, or"
@@ -458,6 +470,7 @@ class StorePath(ProxyUPath):
             yield
         finally:
             released.set()
+            # A renewal that came after the removal would leave a claim without a holder.
             thread.join()
             with contextlib.suppress(ConfigError):  # it will not count for long
                 if _read_claim(path).get("id") == record["id"]:
@@ -640,6 +653,7 @@ def _renew_claim(path: Any, record: dict[str, Any], released: threading.Event) -
     while not released.wait(RENEWAL):
         try:
             holder = _read_claim(path)
+            # A claim that is missing counts as this one's, and is put again.
             if holder.get("id", record["id"]) != record["id"]:
                 print(
                     f"error: process {holder.get('pid')} on {holder.get('host')} has taken over"
@@ -648,6 +662,8 @@ def _renew_claim(path: Any, record: dict[str, Any], released: threading.Event) -
                     file=sys.stderr,
                     flush=True,
                 )
+                # At once: an exception would end this thread alone, while the main thread goes on
+                # to save into a directory that is now that of another process.
                 os._exit(1)
             write_text(path, json.dumps(record | {"renewed": time.time()}))
         except ConfigError as error:

@@ -122,6 +122,8 @@ class OnDisk:
         try:
             replaced_link = not follow and path.is_symlink()
             target = path if replaced_link else resolved_file(path, advice)
+            # In the folder of the target, because a file cannot be renamed to another file system.
+            # The name is new each time, so that two processes never write one draft.
             draft = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
             target.parent.mkdir(parents=True, exist_ok=True)
             with open(draft, "wb") as file:
@@ -129,6 +131,8 @@ class OnDisk:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(draft, target)
+            # The name is an entry of the folder. Without this the former file may be back after a
+            # power cut.
             sync(target.parent)
             if replaced_link:
                 warnings.warn(
@@ -174,6 +178,7 @@ class OnDisk:
         the last one is there."""
         target = self._path
         is_new = not target.exists()
+        # Within the target, so that it is on the same file system and its entries can be renamed.
         folder = target / UNFINISHED
         OnDisk(folder).make_folder()
         try:
@@ -279,6 +284,7 @@ class OnDisk:
 
         for name, folders, files in os.walk(self._path, onerror=refuse, followlinks=True):
             real = os.path.realpath(name)
+            # A link to a folder above it would be walked again and again.
             if real in folders_read:
                 folders.clear()
                 continue
@@ -305,10 +311,13 @@ class OnDisk:
         import fcntl  # Windows lacks it
 
         try:
+            # O_NONBLOCK, because the folder may come from somebody else, and a pipe of this name
+            # would hold up the reader.
             descriptor = os.open(self._path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return False
         try:
+            # Shared, so that of two that look at once neither takes the other for a run.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
@@ -340,6 +349,8 @@ class OnDisk:
             ) from error
         with lock_file:
             try:
+                # The system takes this lock back when the process ends, even by a kill. A file that
+                # locks by being there would refuse the command that continues the run.
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise ConfigError(

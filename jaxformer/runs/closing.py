@@ -40,6 +40,8 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
     )
     paragraphs = [banner(summary, f"Done in {human_time(seconds)}")]
     writes = run.sample_tokens and setup.model.output == "language"
+    # Only the first process closes a run, and a program over the devices of several processes needs
+    # all of them: the first one would wait without an end.
     if writes and jax.process_count() > 1:
         paragraphs.append(
             "There is no sample, which one process alone would write: see the command above."
@@ -49,6 +51,8 @@ def close_run(setup: RunSetup, params: Params, last: Evaluation, seconds: float)
         if sample is not None:
             paragraphs.insert(0, f"Sample\n{framed(sample)}")
     folder = setup.directory.profile
+    # JAX writes a trace below `plugins`. There is none where an earlier command, without the
+    # setting, made these steps.
     if run.profile and (folder / "plugins").is_dir():
         opened = f'pip install "jaxformer[profile]", and open it with\n  xprof --logdir {folder}'
         paragraphs.insert(0, f"The trace is in {folder}; {opened}")
@@ -92,5 +96,7 @@ def _sample(
         **rules,
         **source,
     )
+    # Decoded together, and then cut: SentencePiece drops the space that begins a text, so the
+    # continuation by itself would lose the one between it and the prompt.
     text = tokenizer.decode([*prompt, *written[0].tolist()])
     return run.sample_prompt + between + text[len(tokenizer.decode(prompt)) :]

@@ -77,6 +77,9 @@ def parse_arguments(
         # Imported here, because it imports JAX, which a config alone does not need.
         from jaxformer.runs.model_files import ModelFiles
 
+        # The settings of the base are the defaults to which the arguments are applied, so it is
+        # needed before tyro parses them. The settings that say where it is are read from the texts
+        # of the arguments.
         settings = dataclasses.replace(
             config.run,
             dir=stated.get("run.dir", config.run.dir),
@@ -166,6 +169,7 @@ def looked_at(
     }
     for name, (stated, named) in stated_and_named.items():
         for source in named_sources(stated) if named == "" else ():
+            # The name of a data set may be a directory, which is read without credentials.
             of_hub = source.startswith("datasets:") and not Path(source[9:]).exists()
             if is_remote(source) or of_hub:
                 raise ConfigError(

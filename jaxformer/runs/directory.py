@@ -106,6 +106,8 @@ class RunDirectory:
         Of several processes of one run, the first one locks it for all.
         """
         if jax.process_index():
+            # A second lock would be refused. Where the first process gets none, `together` raises
+            # its error in the others.
             # What the first process moves away is no business of the others.
             if not restart:
                 self.require_no_links()
@@ -117,6 +119,8 @@ class RunDirectory:
             if restart:
                 self.move_away()
             self.require_no_links()
+            # A run whose checkpoints were removed or moved would begin at step 0 without a word,
+            # and `MetricsLog` would remove all lines of the former one.
             if self.metrics.is_file() and not any(self.path.glob("checkpoints/*")):
                 self.require_checkpoints()
             yield
@@ -209,8 +213,13 @@ class RunDirectory:
         `record`, from `check_data`. The directory belongs to the run from here on."""
         if jax.process_index():
             return
+        # config.json makes the directory one of a run (`ModelFiles.kind`, `or_begun`), so the
+        # tokenizer is there before it. After a kill in between the next command would otherwise
+        # look for a tokenizer that is not there.
         tokenizer.save(self.tokenizer, follow=False)
         write_text(self.config, config, follow=False)
+        # A directory that was begun has this file already. Where the first claim ends before it, no
+        # step was made, and `check_data` takes the text as it is at the next start.
         write_text(self.data, json.dumps(record, indent=2) + "\n", follow=False)
 
     def release(self) -> None:
@@ -226,6 +235,8 @@ class RunDirectory:
         """Moves what a run has written into a directory there, `before-1` or the next free number.
         Nothing is removed, and a link is moved itself."""
         folder = self.path
+        # By name, and not all there is: the lock has to stay where it is, or another process could
+        # lock the directory too, and earlier moves stay as well.
         paths = [folder / name for name in FILES_OF_A_RUN if lexists(folder / name)]
         number = 1
         while lexists(folder / f"before-{number}"):

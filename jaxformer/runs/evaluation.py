@@ -94,6 +94,8 @@ def bytes_of_targets(corpus: data.Corpus) -> CountBytes | None:
         weights = batch["weights"]
         total = (jnp.asarray(sizes)[targets] * weights).sum()
         if has_space_before:
+            # Each text begins with a space that is no byte of it. It also has one end token, so the
+            # end tokens count these spaces.
             total -= ((targets == end) * weights).sum()
         if space:
             # A space that is spelled in three bytes is one. The last two tell it, and are at hand
@@ -140,6 +142,7 @@ class Tasks:
             lm_eval.simple_evaluate,
             tasks=paths,
             task_manager=manager,
+            # Standard errors are not logged, and for some the harness would draw 100,000 samples.
             bootstrap_iters=0,
             log_samples=False,
             torch_random_seed=None,
@@ -177,6 +180,7 @@ class Tasks:
 
     def __call__(self, params: Params) -> dict[str, float]:
         self._model.params = params
+        # At batch 0 `StopAgreement` begins the keys of another evaluation.
         self._model.batches = 0
         try:
             with _quiet(), on_mesh(mesh_of(params)):

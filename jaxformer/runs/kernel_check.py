@@ -56,6 +56,8 @@ def with_proven_kernel(resolved: ResolvedRun, log: Log) -> ResolvedRun:
             try:
                 with memory_of(f"the check of model.{setting}"):
                     sentence = prove(resolved)
+            # It is a RuntimeError, but says nothing of the kernel: a device with too little memory
+            # would pass over kernels that are right.
             except OutOfMemory:
                 raise
             # Also what JAX (NotImplementedError) and the compiler (JaxRuntimeError) raise, and an
@@ -299,6 +301,8 @@ def attention_errors(
         errors = relative_errors(computed(kernel, arrays, cotangent), expected)
         if segments[0] is None or segments[1] is None:
             return errors, jnp.float32(0)
+        # Without a cotangent for outputs of the first text, its keys and values have a gradient
+        # only where another text, or padding, reads them.
         of_others = (segments[0] != 1)[..., None, None]
         first = (segments[1] == 1)[..., None, None]
         crossed = computed(kernel, arrays, jnp.where(of_others, cotangent, 0))
@@ -348,6 +352,8 @@ def check_experts(name: str, rows: int, weights: tuple[int, int, int], dtype: An
     cases = []
     for a, b in ((depth, width), (width, depth)):
         keys = jax.random.split(jax.random.key(0), 3)
+        # A kernel that takes a row of no group into a product of a group, or into the gradient of
+        # its weights, gives NaN there. Zeros would hide it.
         x = jnp.where(of_group, jax.random.normal(keys[0], (rows, a), dtype), jnp.nan)
         w = jax.random.normal(keys[1], (experts, a, b), dtype)
         dy = jnp.where(of_group, jax.random.normal(keys[2], (rows, b), dtype), jnp.nan)

@@ -263,6 +263,8 @@ def save_run(target: Path, model: Loaded, origin: ModelFiles, run_dir: Path | No
     settings = RunSettings(dir=str(run_dir))
     tokenizer = TokenizerConfig(path=str(run_dir))
     run = dataclasses.replace(origin.run, run=settings, tokenizer=tokenizer)
+    # Last, because a directory without it is no run: one in a bucket that is only half written is
+    # not taken for a model.
     write_text(target / "config.json", to_json(run), follow=False)
 
 
@@ -313,6 +315,7 @@ def params_of_run(
         return leaves
 
     leaves, saved_step = _from_newest(saved, typed)
+    # Leaves that no checkpoint has stay shapes here, and `over_base` replaces them.
     ordered = [leaves.get(path, shape) for path, shape in leaf_shapes.items()]
     params: Params = jax.tree.unflatten(jax.tree.structure(shapes), ordered)["params"]
     if below is not None:

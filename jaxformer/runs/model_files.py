@@ -54,6 +54,8 @@ class ModelFiles:
     @functools.cached_property
     def kind(self) -> Literal["run", "pretrained", "gguf", "adapter"]:
         """What the path leads to. Raises ConfigError where that is no model."""
+        # In this order: the directory of an adapter may hold a config.json too, and that of a run
+        # is told from one of Hugging Face by its keys (`is_pretrained`).
         if is_adapter(self.path):
             return "adapter"
         if is_gguf(self.path):

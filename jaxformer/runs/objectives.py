@@ -392,6 +392,7 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
                 f" objective_specs({objective!r}, config) of jaxformer.runs.objectives."
             )
         key = key if row.dropout else None
+        # Within a transform there are no values to look at.
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch)):
             from jaxformer.models.inputs import warn_of_padded_batch
 

@@ -528,4 +528,6 @@ def microbatches_of(train: TrainConfig, row_bytes: float, mesh: AnyMesh) -> int:
     # Rows of a device in all microbatches. Several devices of a CPU share the memory of one host.
     rows = train.batch_size // batch_devices(mesh)
     fewest = math.ceil(train.batch_size * row_bytes / CPU_ACTIVATIONS)
+    # The microbatches of a step have one shape, so their number divides the rows. It is that of the
+    # rows where no smaller one is enough.
     return next((count for count in range(fewest, rows) if rows % count == 0), rows)

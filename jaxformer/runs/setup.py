@@ -96,6 +96,7 @@ class RunSetup(Resolved):
         # Imported here, because only preferences need it.
         from jaxformer.runs.init_from import with_reference
 
+        # The step is compiled before the reference is read, and takes the shapes of its scores.
         return with_reference(batch, self.run.train.batch_size, self.mesh)
 
     @property
@@ -228,6 +229,8 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         setup = replace(setup, base=base, learned=base.learned)
         base_record = base.record(init_from, directory)
     record = directory.check_data(setup.fingerprints, corpus.labels, base_record)
+    # Again, with the sizes that the data has: before it was read, `check_config` took the size of
+    # the vocabulary and the number of classes from the directory.
     directory.check_config(run)
     return replace(setup, record=record)
 

@@ -175,6 +175,8 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
             why = f"\n  the run was rolled back {BAD_STEPS} times before, which is the limit"
         message = f"{error}\n  {batch_text(setup.batches, directory, error.step)}{why}"
         raise Diverged(message, error.step) from None
+    # A save may be running. Without its checkpoint a process would go back further than it has to,
+    # or to another step than the others.
     checkpoints.wait()
     # Before it is written, and after the last save.
     name = directory.rollbacks.name
@@ -187,6 +189,8 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
     # Steps are counted from 0 here. The batch after the bad one is the next.
     at = int(state.step)
     bad = error.step - 1
+    # The number of a batch is the sum of its step and the shift there, so that what earlier
+    # rollbacks leave out is counted on both sides.
     skip = bad + shift(rollbacks, bad) + 1 - (at + shift(rollbacks, at))
     rollbacks.append(Rollback(at, skip))
 
@@ -195,7 +199,10 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
             table = {"rollbacks": [asdict(rollback) for rollback in rollbacks]}
             write_text(directory.rollbacks, json.dumps(table, indent=2) + "\n", follow=False)
 
+    # Before any step is made, so that the same command leaves out the same batches after a kill.
     together(write)
+    # Each process reads the file in `batches_of`. One that still sees the former file, as on a
+    # network file system, would train on other batches than the rest.
     require_same({name: str(read_rollbacks(directory))})
     log(
         f"WARNING: {str(error).partition('. ')[0]}. Rolled back to step {at}, and the next {skip}"

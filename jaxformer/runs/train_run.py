@@ -114,6 +114,8 @@ def train(run: RunConfig) -> Result:
     begin = time.monotonic()
     log: Log = _ignore if run.run.progress == "none" else _print
     with joined(run.launch, log, expected=(Diverged, OutOfMemory), agreed=(Interrupted,)):
+        # Without run.launch, which differs from process to process: `agreed` compares all settings,
+        # and config.json would say how one of the processes was started.
         return _train(dataclasses.replace(run, launch=LaunchConfig()), begin)
 
 
@@ -141,6 +143,8 @@ def _train(run: RunConfig, begin: float) -> Result:
             try:
                 # The state and the step.
                 setup, state, program = _begin(setup, checkpoints, log)
+                # Only now: a run that is refused until here, or whose step does not compile, leaves
+                # no config.json, and the next command may change any setting.
                 directory.claim(setup.config_json, setup.corpus.tokenizer, setup.record)
                 if setup.reference and program is not None:
                     setup.reference.keep()
@@ -153,6 +157,7 @@ def _train(run: RunConfig, begin: float) -> Result:
                         except Diverged as error:
                             state = recovered(setup, error, checkpoints, log)
             except OutOfMemory as error:
+                # A save that is running decides whether the run can be continued.
                 checkpoints.wait()
                 saved = max(checkpoints.steps(), default=None)
                 if saved is None and not begun:
@@ -164,6 +169,8 @@ def _train(run: RunConfig, begin: float) -> Result:
             weights = evaluation_weights(state.params, state.optimizer)
 
             def close() -> None:
+                # Only the first process has the evaluation. `finish` raises its error in the others
+                # too.
                 if not math.isfinite(last.get("val_loss", 0.0)):
                     raise Diverged(
                         f"all {run.train.steps} steps are done and saved, but the validation loss"
@@ -281,6 +288,7 @@ class CountedStep:
         self.done = done
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        # Before the program runs, so that `memory_of` names this step where memory runs out.
         self.done += 1
         state, metrics = self.program(state, batch)
         evaluated = is_due(self.done, self.evaluate_every, self.train.steps)
@@ -366,6 +374,8 @@ def _steps(
             named = flat(setup.run) | {"run_id": setup.record["run_id"]}
             tracker = chosen_tracker(run.tracker)(directory.path, first, named)
             progress = stack.enter_context(ProgressBar(settings.steps, first, run.progress))
+            # The last step up to here that `is_logged` says to have a line. Where metrics.jsonl
+            # ends before it, `MetricsLog` warns that lines were removed.
             due = first - first % settings.log_every or min(first, 1)
             metrics_log = MetricsLog(directory.path, first, began, tracker, setup.identity, due)
             stack.enter_context(metrics_log)

@@ -90,6 +90,7 @@ def blocks_of(path: str | Path) -> Iterator[str]:
         for block in store_of(file).blocks(BLOCK_CHARACTERS):
             size += len(block)
             yield decoder.decode(block)
+        # Raises where the file ends within a character.
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         # `error.object` is the block, after the bytes that were left of the block before.

@@ -274,6 +274,8 @@ class ChatTemplate:
                         " of what follows, or its prompt otherwise than before it, so that the"
                         f" turns of the assistant cannot be told. {BLOCKS_REMEDY}"
                     )
+                # A template may write a line break behind the token that ends a turn. Generation
+                # ends at that token, so there is nothing to learn after it.
                 content = turn[len(prompt) :].rstrip()
                 ends_in_token = content.endswith(tuple(self._added))
                 end = len(prompt) + len(content) if ends_in_token else len(turn)

@@ -58,6 +58,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         )
     except jinja2.TemplateSyntaxError as error:
         return {"wrong": error.message, "line": error.lineno}
+    # `serve` names the bound that these exceed.
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # from Python's parser, as for a number with too many digits

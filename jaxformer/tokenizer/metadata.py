@@ -123,6 +123,8 @@ class TokenizerMetadata:
             content = read_optional(folder / name)
             _add_tokens(backend, content, folder / name)
             for key, value in content.items():
+                # tokenizer_config.json is read last and holds, but its null does not hide what the
+                # other file names.
                 if value is not None or key not in settings:
                     settings[key] = _typed(value)
         model = read_optional(folder / "config.json")
@@ -190,6 +192,8 @@ class TokenizerMetadata:
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if max_length is not None:
             settings["model_max_length"] = max_length
+        # Versions of transformers that clean up decoded text by default would remove spaces before
+        # punctuation that the text has.
         if not self.settings:
             settings["clean_up_tokenization_spaces"] = False
         if "tokenizer_class" not in self.settings:  # which has default special tokens

@@ -126,6 +126,8 @@ class Tokenizer:
         metadata: TokenizerMetadata | None = None,
         special_tokens: bool = False,
     ) -> None:
+        # A tokenizer.json may state a length at which texts are cut, and a padding: documents would
+        # lose their ends without a word.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -256,6 +258,8 @@ class Tokenizer:
         missing_names = [name for name in names if name not in self._vocab]
         if not missing_names:
             return self
+        # A copy, because this tokenizer took its vocabulary from its backend when it was made, and
+        # would not know the new tokens.
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.add_special_tokens(missing_names)
         return Tokenizer(backend, self.origin, self.metadata, self._reads_names)
@@ -292,6 +296,8 @@ class Tokenizer:
                     if ids[key] == implied.get(ID_KEYS[key]):
                         del ids[key]
             self.metadata.write(file.parent, names, ids, max_length, follow)
+        # Last, because a directory with this file is one with a tokenizer (`find`). After a kill a
+        # new directory has none, rather than one without its settings.
         write_text(file, self._backend.to_str(pretty=True), follow)
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:

@@ -158,6 +158,8 @@ def _counts_of_workers(
 ) -> Iterator[dict[str, int]]:
     """Yield the counts of each block, in order. A worker gets a block when it has finished the last
     one, so that memory does not grow with the text."""
+    # With -P the folder of this file is not on the path of the worker, where its modules would hide
+    # others of the same names.
     command = [sys.executable, "-P", __file__, pattern]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     # In a session of their own, the workers get no interrupt from the terminal.
