@@ -89,8 +89,9 @@ class BoundedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # The path of this process, which a script or a notebook may have changed.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            # The path of this process, which a script or a notebook may have changed. An empty
+            # entry, as of `python -c`, would be the working directory, which -P keeps out.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # no signal of the terminal reaches it
         )
 

@@ -540,9 +540,9 @@ class RollCall:
             cause = cause.__cause__ or cause.__context__
         if seconds and self._another_ended.wait(seconds):
             raise self._error() from error
-        # JSON writes most characters beyond ASCII in six. A line that is cut at LONGEST_MESSAGE
+        # JSON writes a character in at most twelve. A line that is cut at LONGEST_MESSAGE
         # would be taken for the end of the connection, and this process for one that was killed.
-        self._send(failed=f"{type(error).__name__}: {error}"[: LONGEST_MESSAGE // 8])
+        self._send(failed=f"{type(error).__name__}: {error}"[: LONGEST_MESSAGE // 16])
 
     def _send(self, **message: Any) -> None:
         for channel in self._channels.values():

@@ -325,8 +325,8 @@ def from_json(text: str, where: str) -> RunConfig:
             f" this one reads versions 3 and {VERSION}. Read it with the jaxformer that wrote it,"
             " whose `jaxformer convert` writes a Hugging Face directory that this one takes too."
         )
-    if version == 3:
-        model = written.get("model", {})
+    model = written.get("model")
+    if version == 3 and isinstance(model, dict):
         written["model"] = {MOVED.get(name, name): value for name, value in model.items()}
     stated = _dotted(written)
     settings = flat(RunConfig())

@@ -174,8 +174,8 @@ class OnDisk:
     @contextlib.contextmanager
     def filled(self, in_order: bool) -> Iterator[Path]:
         """Gives the folder to write in this block, whose files are in that of the path at its end:
-        an error or a signal leaves none of them. `in_order` says that they count for nothing before
-        the last one is there."""
+        an error or a signal in the block leaves none of them. `in_order` says that they count for
+        nothing before the last one is there."""
         target = self._path
         is_new = not target.exists()
         # Within the target, so that it is on the same file system and its entries can be renamed.
@@ -183,7 +183,9 @@ class OnDisk:
         OnDisk(folder).make_folder()
         try:
             yield folder
-            for entry in folder.iterdir():
+            # In the order of writing, so that a kill between two of them leaves what counts for
+            # nothing where the last file makes the others count.
+            for entry in sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime_ns):
                 entry.rename(target / entry.name)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

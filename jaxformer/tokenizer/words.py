@@ -161,7 +161,7 @@ def _counts_of_workers(
     # With -P the folder of this file is not on the path of the worker, where its modules would hide
     # others of the same names.
     command = [sys.executable, "-P", __file__, pattern]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # In a session of their own, the workers get no interrupt from the terminal.
     start = functools.partial(
         Popen, command, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True

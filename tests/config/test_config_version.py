@@ -86,6 +86,7 @@ def test_every_unknown_section_and_field_is_named() -> None:
             "here: model.n_layers='3' is not of type int",
         ),
         ('{"version": 4, "model": {"n_layers": [3]}}', "here: model.n_layers="),
+        ('{"version": 3, "model": []}', "here has settings that this jaxformer does not know"),
         ('{"version": 4, "model": {"norm": ["rms"]}}', "here: model.norm="),
     ],
 )
