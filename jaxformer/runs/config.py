@@ -170,7 +170,9 @@ def looked_at(
     for name, (stated, named) in stated_and_named.items():
         for source in named_sources(stated) if named == "" else ():
             # The name of a data set may be a directory, which is read without credentials.
-            of_hub = source.startswith("datasets:") and not Path(source[9:]).exists()
+            kind, _, name = source.partition(":")
+            folder = Path(name.partition(":")[0]).expanduser()
+            of_hub = kind == "datasets" and not folder.exists()
             if is_remote(source) or of_hub:
                 raise ConfigError(
                     f"{files} was trained with {name}={stated!r}, which whoever made this directory"
