@@ -313,6 +313,47 @@ ROBERTA = roberta_like("roberta", "Roberta")
 XLM_ROBERTA = roberta_like("xlm-roberta", "XLMRoberta")
 
 
+# ELECTRA (arXiv:2003.10555): BERT whose embeddings may be narrower than its layers. Its generator
+# has the masked head; its discriminator predicts of each token whether it was replaced, and is
+# the base of those for classes. It is defined before ALBERT, of which it is the case without
+# shared layers.
+ELECTRA = encoder_like(
+    "electra",
+    {
+        **classes_of("Electra"),
+        "ElectraForPreTraining": {
+            "head.kind": "tags",
+            "head.class_layers": "dense",
+            "head.n_classes": 1,
+        },
+    },
+    "electra",
+    (
+        *BERT_SIZES,
+        *BERT_LENGTH,
+        Key("embedding_size", "embedding.width", 128),
+        *ALWAYS_GELU,
+        Constant({"head.pooler_activation": "gelu"}),
+    ),
+    (*bert_trunk("electra"), *linear("electra.embeddings_project", "embed.projection")),
+    MaskedHead(
+        "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head"
+    ),
+    {
+        "classes": CLASS_LAYERS,
+        "tags": output("classifier", "head"),
+        DENSE_TAGS: (
+            *linear("discriminator_predictions.dense", "head.dense"),
+            *output("discriminator_predictions.dense_prediction", "head"),
+        ),
+    },
+    ignored=BUFFERS,
+    renamed=OLD_NORMS,
+    covers="an embedding of another width; masked-LM, text- and token-classification heads, and"
+    " the discriminator's; no head",
+)
+
+
 # ALBERT (arXiv:1909.11942): BERT with narrow embeddings, whose layers share their parameters in
 # groups; its second head predicts the order of two texts.
 
@@ -388,46 +429,6 @@ ALBERT = encoder_like(
     covers="layers that share parameters in groups; masked-LM, sentence-order, text- and"
     " token-classification heads; pooler; no head",
 )
-
-# ELECTRA (arXiv:2003.10555): BERT whose embeddings may be narrower than its layers. Its generator
-# has the masked head; its discriminator predicts of each token whether it was replaced, and is
-# the base of those for classes.
-ELECTRA = encoder_like(
-    "electra",
-    {
-        **classes_of("Electra"),
-        "ElectraForPreTraining": {
-            "head.kind": "tags",
-            "head.class_layers": "dense",
-            "head.n_classes": 1,
-        },
-    },
-    "electra",
-    (
-        *BERT_SIZES,
-        *BERT_LENGTH,
-        Key("embedding_size", "embedding.width", 128),
-        *ALWAYS_GELU,
-        Constant({"head.pooler_activation": "gelu"}),
-    ),
-    (*bert_trunk("electra"), *linear("electra.embeddings_project", "embed.projection")),
-    MaskedHead(
-        "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head"
-    ),
-    {
-        "classes": CLASS_LAYERS,
-        "tags": output("classifier", "head"),
-        DENSE_TAGS: (
-            *linear("discriminator_predictions.dense", "head.dense"),
-            *output("discriminator_predictions.dense_prediction", "head"),
-        ),
-    },
-    ignored=BUFFERS,
-    renamed=OLD_NORMS,
-    covers="an embedding of another width; masked-LM, text- and token-classification heads, and"
-    " the discriminator's; no head",
-)
-
 
 # MPNet (arXiv:2004.09297): RoBERTa with T5's relative positions in all layers, beside the learned
 # ones. Its 32 buckets and the offset of its positions are in the code, not in the config.

@@ -7,6 +7,7 @@ from families import LATENT
 from shapes import MODELS, SIZES, made
 
 import jaxformer as jf
+from jaxformer.config import with_settings
 from jaxformer.generation import refill as refill_file
 from jaxformer.generation.refill import refill
 
@@ -47,7 +48,7 @@ def test_a_text_of_a_refilled_row_is_that_of_its_prompt_alone(settings, monkeypa
         return made, stream
 
     monkeypatch.setattr(refill_file, "_advance", advanced)
-    config = jf.ModelConfig(**SIZES | settings)
+    config = with_settings(jf.ModelConfig(), SIZES | settings)
     params, prompts, sources = made(config), prompts_of(), None
     if config.family == "encoder_decoder":
         prompts, sources = [[1]] * len(LENGTHS), prompts_of()
