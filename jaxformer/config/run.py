@@ -30,8 +30,8 @@ from jaxformer.files import ConfigError, parse_object
 # Of config.json. To be raised when a setting is renamed or removed, or means something else than
 # before.
 VERSION = 4
-# The settings of a model that have become fields of a record since version 3, whose names were not
-# those of the record and the field. Files of version 3 are read with them.
+# The names that settings of a model had up to version 3, before there were records, and their names
+# now. Files of version 3 are read by them, and an old name is answered with the new one.
 MOVED = {
     "rope_theta": "rope.theta",
     "rope_pairing": "rope.pairing",
@@ -289,7 +289,7 @@ class RunConfig:
 def suggestion(unknown: str) -> str:
     """Return a sentence that names the settings that an unknown `section.field` may stand for."""
     section, _, name = unknown.rpartition(".")
-    if name in MOVED:
+    if section in ("", "model") and name in MOVED:
         return f"It is model.{MOVED[name]} now."
     # "section.field" to "field", of every setting.
     fields = {setting: setting.rpartition(".")[2] for setting in flat(RunConfig())}
