@@ -16,7 +16,7 @@ from jaxformer.config.records import (
 )
 from jaxformer.config.rules import model_conflicts, widths_of
 from jaxformer.config.settings import (
-    WIDTH,
+    WIDTH_SETTING,
     Bounds,
     Count,
     Factor,
@@ -52,7 +52,7 @@ class ModelConfig(Section):
     """Architecture: decoder (GPT, Llama), encoder (BERT), or encoder_decoder (T5)."""
     vocab_size: Natural = 0
     """Number of tokens in the embedding table; 0 uses the size of the tokenizer."""
-    d_model: Annotated[Count, WIDTH] = 384
+    d_model: Annotated[Count, WIDTH_SETTING] = 384
     """Width of the residual stream."""
     n_layers: Annotated[int, Bounds(1, most=10_000)] = 6
     """Number of blocks; for an encoder-decoder, of the decoder."""
@@ -65,7 +65,7 @@ class ModelConfig(Section):
     """Sublayer of a block in which tokens read other tokens of their sequence."""
     feed_forward: FeedForward = "ffn"
     """Sublayer of a block in which each token is transformed by itself."""
-    n_heads: Annotated[Count, WIDTH] = 6
+    n_heads: Annotated[Count, WIDTH_SETTING] = 6
     """Number of query heads."""
     n_kv_heads: Width = 0
     """Number of key and value heads: fewer than n_heads is GQA, 1 is MQA; 0 uses n_heads."""

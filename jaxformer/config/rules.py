@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from jaxformer.config.records import names_of
-from jaxformer.config.settings import WIDTH, divisors, flat, hints
+from jaxformer.config.settings import WIDTH_SETTING, divisors, flat, hints
 from jaxformer.files import ConfigError
 
 # The points of a layer that remat may keep: the products of its matrices, and attention.
@@ -114,7 +114,7 @@ def model_conflicts(config: Any) -> list[str]:
     names = [
         name
         for name, hint in hints(type(config)).items()
-        if WIDTH in getattr(hint, "__metadata__", ())
+        if WIDTH_SETTING in getattr(hint, "__metadata__", ())
     ]
     if "d_model" not in widths or not {*widths} <= {*names} or 0 in widths.values():
         return [

@@ -50,8 +50,8 @@ VOLATILE = "volatile"
 Volatile = Annotated[ValueT, VOLATILE]
 # Marks the type of a setting that makes a model wide, which model.mup_base may name. A model may be
 # widened by wider heads or by more of them, so their number is one.
-WIDTH = "width"
-Width = Annotated[Natural, WIDTH]
+WIDTH_SETTING = "width"
+Width = Annotated[Natural, WIDTH_SETTING]
 
 
 @dataclass(frozen=True)

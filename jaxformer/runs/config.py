@@ -170,8 +170,8 @@ def looked_at(
     for name, (stated, named) in stated_and_named.items():
         for source in named_sources(stated) if named == "" else ():
             # The name of a data set may be a directory, which is read without credentials.
-            kind, _, name = source.partition(":")
-            folder = Path(name.partition(":")[0]).expanduser()
+            kind, _, rest = source.partition(":")
+            folder = Path(rest.partition(":")[0]).expanduser()
             of_hub = kind == "datasets" and not folder.exists()
             if is_remote(source) or of_hub:
                 raise ConfigError(
