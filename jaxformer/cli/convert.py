@@ -20,9 +20,8 @@ from jaxformer.report import human_count
 from jaxformer.runs.loading import Loaded, load, save_run
 from jaxformer.runs.model_files import ModelFiles
 
-LARGEST_DIFFERENCE = (
-    2e-4  # largest float32 difference, relative to the standard deviation of the logits
-)
+# Of float32 logits, relative to their standard deviation.
+LARGEST_DIFFERENCE = 2e-4
 
 
 def run(args: ConvertArguments) -> int:

@@ -159,19 +159,22 @@ def pool(x: Float[Array, "B T D"], layout: TokenLayout, pooling: str) -> Float[A
     return jnp.einsum("BT,BTD->BD", weights, x)
 
 
+def _first_of(real: jax.Array) -> jax.Array:
+    """Mark the first token of the text of each row; a row that is all padding has none."""
+    indices = jnp.arange(real.shape[1])
+    return real & (indices == jnp.argmax(real, axis=1, keepdims=True))
+
+
+def _last_of(real: jax.Array) -> jax.Array:
+    """Mark the last token of the text of each row; a row that is all padding has none."""
+    indices = jnp.arange(real.shape[1])
+    return real & (indices == jnp.max(jnp.where(real, indices, 0), axis=1, keepdims=True))
+
+
 # The weight of each token of a row, from whether it is a token of the text: bool [B, T] -> [B, T].
 POOLINGS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    # A row that is all padding has the index 0 of both, and is left out by its own token.
-    "first": lambda real: (
-        real & (jnp.arange(real.shape[1]) == jnp.argmax(real, axis=1, keepdims=True))
-    ),
-    "last": lambda real: (
-        real
-        & (
-            jnp.arange(real.shape[1])
-            == jnp.max(jnp.where(real, jnp.arange(real.shape[1]), 0), axis=1, keepdims=True)
-        )
-    ),
+    "first": _first_of,
+    "last": _last_of,
     "mean": lambda real: real / jnp.maximum(real.sum(1, keepdims=True), 1),
 }
 

@@ -29,6 +29,8 @@ def answer(question: Any) -> Any:
         return answer(question)
     if action == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
+    if action == "path":
+        return sys.path
     if action == "process":
         return os.getpid()
     return value
@@ -92,3 +94,15 @@ def test_nothing_is_left_when_the_process_that_asks_is_killed() -> None:
     while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < ends
         time.sleep(0.05)
+
+
+def test_the_working_directory_is_not_on_the_path_of_the_process(monkeypatch, tmp_path):
+    """In `python -c` and in a notebook it is on that of this one, as an empty entry."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *(entry for entry in sys.path if entry)])
+    process = BoundedProcess(__name__, "answer", seconds=1.0)
+    try:
+        paths = process.ask(("path", None))
+    finally:
+        process.close()
+    assert paths and not {"", str(tmp_path)} & {*paths}

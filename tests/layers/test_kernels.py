@@ -306,6 +306,10 @@ CALLS = {  # a call that a kernel may meet, and the kernels that serve it
         AttentionMask(ORDERED, ORDERED, causal=False, window=8),
         {"tpu", "blocked"},
     ),
+    "positions of a window to both sides": (
+        AttentionMask(CACHED, CACHED, causal=False, window=8, max_segments=1),
+        {"blocked"},
+    ),
     "a bias": (AttentionMask(ORDERED, ORDERED, scoring=BIASED), ALL - {"tpu"}),
     "a bias of padded rows": (
         AttentionMask(SEGMENTS, SEGMENTS, scoring=BIASED, max_segments=1),

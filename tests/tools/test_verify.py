@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +23,12 @@ from jaxformer.checkpoints.reading import versions
 from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cli import main
 from jaxformer.cli.verify import verify
+from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.dot_product import plain
 from jaxformer.report.metrics import LARGEST_STEP, first_digest, line_digest
+from jaxformer.runs.config import looked_at
 from jaxformer.runs.loading import load
 from jaxformer.runs.run_evaluation import evaluate_run
 from jaxformer.tools import probes
@@ -279,6 +282,15 @@ def test_text_that_a_stranger_names_on_a_network_is_read_where_it_is_named_again
         evaluate_run(run_dir)
     assert not refused(run_dir, train=str(runs.text), steps=1)
     assert not (tmp_path / "theirs").exists()
+
+
+def test_a_data_set_of_this_machine_is_read_as_its_run_names_it(tmp_path: Path) -> None:
+    """Its name may have a split behind the directory."""
+    (tmp_path / "saved").mkdir()
+    for place in (f"datasets:{tmp_path}/saved", f"datasets:{tmp_path}/saved:train"):
+        run = RunConfig(data=DataConfig(train=place))
+        files: Any = SimpleNamespace(run=run, tokenizer=tmp_path / "tokenizer.json")
+        assert looked_at(files).data.train == place
 
 
 def test_a_model_that_a_stranger_names_at_a_url_is_read_where_it_is_named_again(
