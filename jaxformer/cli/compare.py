@@ -95,8 +95,9 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[ComparedRun], list[str]]:
         settings = flat(config)
         # Where a run is stored, its seed and how it is started are not compared, but what it starts
         # from is.
-        for name in (*flat(config.run, "run."), *flat(config.launch, "launch.")):
-            del settings[name]
+        for name in [*settings]:
+            if name.startswith(("run.", "launch.")):
+                del settings[name]
         settings["run.init_from"] = config.run.init_from
         for name, value in read_object(directory.data).items():
             if name != "run_id":

@@ -64,12 +64,15 @@ def _registry() -> Any:
     @registry.primitive_rule
     def named(info: Any) -> Any:
         # tyro widens the type to Union[Literal, str] where the default is an added name.
-        members = (info.type, *get_args(info.type))
-        literals = [member for member in members if get_origin(member) is Literal]
-        # tyro reads a number or a word by itself.
-        if not literals or {int, float} & {*members}:
+        allowed: tuple[str, ...] = ()
+        for member in (info.type, *get_args(info.type)):
+            # tyro reads a number or a word by itself.
+            if member in (int, float):
+                return None
+            if get_origin(member) is Literal:
+                allowed = choices(member)
+        if not allowed:
             return None
-        allowed = choices(literals[0])
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
             metavar="{" + ",".join(allowed) + "}",
@@ -111,14 +114,14 @@ def read_config(path: str | Path) -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"config {file}: {error}") from error
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(source)]
-        line = getattr(error, "lineno", lines[-1] if lines else "?")
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        raise ConfigError(
-            f"config {file}, line {line}: {type(error).__name__}: {error}"
-            f"{f'. {suggestion(unknown[1])}' if unknown else ''}"
-        ) from error
+        line = getattr(error, "lineno", "?")
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == str(source):
+                line = frame.lineno
+        message = f"config {file}, line {line}: {type(error).__name__}: {error}"
+        if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
+            message += f". {suggestion(unknown[1])}"
+        raise ConfigError(message) from error
     finally:
         sys.path.remove(str(source.parent))
     config = getattr(module, name or "config", None)

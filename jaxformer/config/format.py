@@ -1,7 +1,7 @@
 """Numbers and text as people read them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def human_count(number: float) -> str:
@@ -53,16 +53,22 @@ def printable(text: str) -> str:
     """Text that is safe on a terminal: control characters, which a model may generate, are replaced
     by U+FFFD."""
     lines = text.replace("\r\n", "\n").expandtabs(4)
-    return "".join(
-        char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}"
-        for char in lines
-    )
+    return _with_replaced(lines, lambda _: "\N{REPLACEMENT CHARACTER}")
 
 
 def escaped(text: str) -> str:
     """Text with every character that is not printable, other than line breaks, as its escape, such
     as `\\x1b`, so that the text of a downloaded file cannot move the cursor or change the terminal.
     """
-    return "".join(
-        char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text
-    )
+    return _with_replaced(text, lambda char: ascii(char)[1:-1])
+
+
+def _with_replaced(text: str, replacement: Callable[[str], str]) -> str:
+    """Return a text with something else for each character that is not printable, but for line
+    breaks."""
+    characters = []
+    for char in text:
+        if char != "\n" and not char.isprintable():
+            char = replacement(char)
+        characters.append(char)
+    return "".join(characters)

@@ -20,8 +20,10 @@ from jaxformer.config.settings import (
     Bounds,
     Count,
     Factor,
+    Letters,
     Natural,
     NonNegative,
+    PerRun,
     Rate,
     Section,
     Volatile,
@@ -81,7 +83,7 @@ class ModelConfig(Section):
     """Positional scheme."""
     window: Natural = 0
     """Attention window in tokens, with the token itself (an encoder: on both sides); 0 has none."""
-    window_pattern: str = "w"
+    window_pattern: Annotated[str, Letters("wf", "w (window) and f (full), as in 'wwf'")] = "w"
     """Pattern repeated over the layers: w has the window, f attends to the whole sequence."""
     source_window: Natural = 0
     """Window of the encoder of an encoder-decoder, on both sides; 0 uses window."""
@@ -110,7 +112,7 @@ class ModelConfig(Section):
     all_but_qkv, all."""
     tied_head: bool = False
     """Use the embedding table as the output matrix."""
-    dropout: Rate = 0.0
+    dropout: PerRun[Rate] = 0.0
     """Dropout rate in training, of embeddings, attention weights and sublayer outputs."""
     init: Initializer = "gpt2"
     """Initialization: gpt2 N(0, 0.02), residual projections scaled; truncated_normal and xavier
@@ -121,12 +123,12 @@ class ModelConfig(Section):
     mup_base: str = ""
     """Widths of the model at which the settings of parametrization=mup are found, as in 'd_model=64
     n_heads=4'; what it does not name is as here."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: PerRun[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
-    layer_loop: Volatile[Literal["auto", "unroll", "scan"]] = "auto"
+    layer_loop: PerRun[Volatile[Literal["auto", "unroll", "scan"]]] = "auto"
     """scan compiles one layer for all, unroll compiles each and runs faster on CPU and GPU; auto
     scans on TPU, and experts or more than 40 layers on GPU."""
-    remat: Volatile[Literal["none", "names", "dots", "full"]] = "none"
+    remat: PerRun[Volatile[Literal["none", "names", "dots", "full"]]] = "none"
     """Recomputed in the backward pass: none, names (all but the points of model.saved), dots (all
     but matrix products), full (all but attention)."""
     saved: Volatile[str] = ""
@@ -196,7 +198,9 @@ class ModelConfig(Section):
         """Number of blocks with attention to both sides."""
         if self.family == "decoder":
             return 0
-        return (self.family == "encoder_decoder" and self.n_encoder_layers) or self.n_layers
+        if self.family == "encoder":
+            return self.n_layers
+        return self.n_encoder_layers or self.n_layers
 
     @property
     def layers_in_group(self) -> int:
@@ -215,9 +219,12 @@ class ModelConfig(Section):
 
     @property
     def ff_width(self) -> int:
-        # A gate is a third matrix: at 8/3 the layer has as many parameters as with two at 4.
-        gated, plain = -(-self.d_model * 8 // 3 // 64) * 64, 4 * self.d_model
-        return self.d_ff or (gated if self.gated else plain)
+        if self.d_ff:
+            return self.d_ff
+        if self.gated:
+            # A gate is a third matrix: at 8/3 the layer has as many parameters as with two at 4.
+            return -(-self.d_model * 8 // 3 // 64) * 64
+        return 4 * self.d_model
 
     @property
     def expert_width(self) -> int:
@@ -227,8 +234,9 @@ class ModelConfig(Section):
     @property
     def output(self) -> str:
         """Return the head, "auto" resolved."""
-        auto = "masked" if self.family == "encoder" else "language"
-        return auto if self.head.kind == "auto" else self.head.kind
+        if self.head.kind != "auto":
+            return self.head.kind
+        return "masked" if self.family == "encoder" else "language"
 
     @property
     def second_heads(self) -> tuple[str, ...]:
@@ -243,8 +251,9 @@ class ModelConfig(Section):
     @property
     def pooled(self) -> str:
         """Return the pooling, "auto" resolved."""
-        auto = "first" if self.family == "encoder" else "last"
-        return auto if self.head.pooling == "auto" else self.head.pooling
+        if self.head.pooling != "auto":
+            return self.head.pooling
+        return "first" if self.family == "encoder" else "last"
 
     @property
     def embedded_positions(self) -> str:

@@ -14,8 +14,10 @@ from jaxformer.config.settings import (
     Count,
     Factor,
     Fraction,
+    Letters,
     Natural,
     NonNegative,
+    PerRun,
     Section,
     Volatile,
     Width,
@@ -44,7 +46,7 @@ class Rope(Section):
     """Fraction of the width of a head that RoPE rotates, from its first dimension."""
     window_theta: NonNegative = 0.0
     """RoPE base of layers with a window, which then have no scaling; 0 uses theta."""
-    pattern: str = "p"
+    pattern: Annotated[str, Letters("pn", "p (positions) and n (none), as in 'ppn'")] = "p"
     """Pattern repeated over the layers: p rotates queries and keys, n has no positions (NoPE)."""
     scaling: RopeScaling = "none"
     """Method by which RoPE is extended beyond the length it was trained at."""
@@ -71,7 +73,9 @@ class Rope(Section):
     @property
     def fast_rotations(self) -> float:
         """Return the rotations over the original length from which frequencies are not scaled."""
-        return self.fast or (4.0 if self.scaling == "llama3" else 32.0)
+        if self.fast:
+            return self.fast
+        return 4.0 if self.scaling == "llama3" else 32.0
 
     @property
     def factors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -80,10 +84,6 @@ class Rope(Section):
 
     def conflicts(self) -> list[str]:
         problems = []
-        if not self.pattern or not set(self.pattern) <= {"p", "n"}:
-            problems.append(
-                f"pattern={self.pattern!r} must be letters p (positions) and n (none), as in 'ppn'."
-            )
         if 0 < self.window_theta < 1:
             problems.append(f"window_theta={self.window_theta:g} must be at least 1, or 0.")
         if (self.factor != 1) == (self.scaling == "none"):
@@ -135,9 +135,9 @@ class Attention(Section):
     query_key_norm: Literal["none", "head", "width", "layer"] = "none"
     """Norm of queries and keys: none, RMS per head or over the whole width, or layer norm per head
     with a scale for each head (Command R+)."""
-    dropout: AutoRate = "auto"
+    dropout: PerRun[AutoRate] = "auto"
     """Dropout rate of attention weights; auto uses model.dropout. Fused kernels take none."""
-    kernel: Volatile[AttentionKernel] = "auto"
+    kernel: PerRun[Volatile[AttentionKernel]] = "auto"
     """Attention kernel; auto selects the fastest that supports the model in training, else xla."""
     max_segments: Volatile[Natural] = 0
     """Bound of the segment ids of a row, which cuDNN needs; 0: training takes it from the data."""
@@ -172,7 +172,7 @@ class Experts(Section):
     """Hidden width of an expert; 0 uses model.d_ff."""
     shared_ff: Width = 0
     """Hidden width of the shared expert, which every token passes; 0 has none."""
-    pattern: str = "e"
+    pattern: Annotated[str, Letters("ed", "e (experts) and d (dense), as in 'de'")] = "e"
     """Pattern repeated over the layers: e has experts, d a dense feed-forward (model.d_ff)."""
     dense_layers: Natural = 0
     """Number of first layers that have a dense feed-forward, whatever the pattern."""
@@ -196,15 +196,11 @@ class Experts(Section):
     """Weight of the load-balancing loss over the tokens of a microbatch."""
     z_loss: NonNegative = 0.001
     """Weight of the mean square of the log-sum-exp of the router's logits."""
-    kernel: Volatile[ExpertKernel] = "auto"
+    kernel: PerRun[Volatile[ExpertKernel]] = "auto"
     """Kernel of the products of experts; auto selects the fastest that is right on the device in
     training, else loop. xla multiplies all rows by all experts, for forward-mode derivatives."""
 
     def conflicts(self) -> list[str]:
-        if not self.pattern or not set(self.pattern) <= {"e", "d"}:
-            return [
-                f"pattern={self.pattern!r} must be letters e (experts) and d (dense), as in 'de'."
-            ]
         if not self.n:
             return []
         in_group = self.n // self.groups
@@ -269,13 +265,13 @@ class Head(Section):
 
     section = "model.head"
 
-    kind: HeadName = "auto"
+    kind: PerRun[HeadName] = "auto"
     """Output head; auto selects language, or masked for an encoder; none has no matrix."""
-    n_classes: Natural = 0
+    n_classes: PerRun[Natural] = 0
     """Number of classes of the heads classes and tags; 0 uses the classes found in the data."""
     width: Width = 0
     """Width of the vector of a row, of the head projection (CLIP); 0 uses model.d_model."""
-    pooling: Literal["auto", "first", "last", "mean"] = "auto"
+    pooling: PerRun[Literal["auto", "first", "last", "mean"]] = "auto"
     """Token that the heads classes and projection read, or the mean of all; auto selects first in
     an encoder, last in a decoder. Vectors of texts (jf.embed, the objective contrastive) read the
     same, but auto is their mean."""
@@ -287,7 +283,7 @@ class Head(Section):
     """Keep BERT's pooler in an encoder with any head; heads that read it always have it."""
     pooler_activation: Literal["tanh", "relu", "gelu"] = "tanh"
     """Activation of the pooler (relu in DistilBERT, gelu in ELECTRA)."""
-    next_sentence: bool = False
+    next_sentence: PerRun[bool] = False
     """Add a second head that predicts whether the second text follows the first (BERT)."""
     dense_bias: bool = True
     """Bias of the dense layer of the masked head and of the pooler (none in ModernBERT)."""

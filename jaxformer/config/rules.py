@@ -1,14 +1,11 @@
 """Combinations of model settings that are refused, each with its reason and the remedy."""
 
-import functools
 import math
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from operator import attrgetter
 from typing import Any
 
 from jaxformer.config.records import names_of
-from jaxformer.config.settings import WIDTH_SETTING, divisors, flat, hints
+from jaxformer.config.settings import WIDTH_SETTING, divisors, names_marked
 from jaxformer.files import ConfigError
 
 # The points of a layer that remat may keep: the products of its matrices, and attention.
@@ -81,7 +78,8 @@ SETTING_OF = {"output": "head.kind", "embedded_positions": "positions"}
 
 def model_conflicts(config: Any) -> list[str]:
     """Return a message for each rule that a `ModelConfig` breaks."""
-    width, heads, kv_heads = config.d_model, config.n_heads, config.n_kv_heads
+    width = config.d_model
+    heads = config.n_heads
     if not config.head_dim and width % heads:
         return [
             f"d_model={width} is not divisible by model.n_heads={heads}: choose heads that divide"
@@ -89,33 +87,36 @@ def model_conflicts(config: Any) -> list[str]:
         ]
     if heads % config.kv_heads:
         return [
-            f"n_heads={heads} is not divisible by model.n_kv_heads={kv_heads}: every key head"
-            f" serves the same number of query heads, so choose one of {divisors(heads)}."
+            f"n_heads={heads} is not divisible by model.n_kv_heads={config.n_kv_heads}: every key"
+            f" head serves the same number of query heads, so choose one of {divisors(heads)}."
         ]
     problems = []
-    defaults = _defaults(type(config))  # type: ignore[arg-type]
     for (other, allowed), needed_by in NEEDS.items():
         if getattr(config, other) in allowed.split():
             continue
         for condition, why in needed_by.items():
             setting, _, value = condition.partition("=")
-            current = attrgetter(setting)(config)
-            applies = current == value if value else current != defaults[setting]
+            record, _, name = setting.rpartition(".")
+            holder = config
+            if record:
+                holder = getattr(config, record)
+            current = getattr(holder, name)
+            # The class of a record has the default as an attribute.
+            applies = current != getattr(type(holder), name)
+            if value:
+                applies = current == value
             if applies:
-                name, needed = SETTING_OF.get(setting, setting), SETTING_OF.get(other, other)
+                shown = SETTING_OF.get(setting, setting)
+                needed = SETTING_OF.get(other, other)
                 values = " or ".join(map(repr, allowed.split()))
-                problems.append(f"{name}={current!r} needs model.{needed}={values}: {why}.")
-    problems += [*_positions(config), *_others(config)]
+                problems.append(f"{shown}={current!r} needs model.{needed}={values}: {why}.")
+    problems += _further_conflicts(config)
     # What is wrong with this model is wrong with its base too, and is said once.
     if problems or config.parametrization != "mup":
         return problems
     text = config.mup_base
     widths = widths_of(text)
-    names = [
-        name
-        for name, hint in hints(type(config)).items()
-        if WIDTH_SETTING in getattr(hint, "__metadata__", ())
-    ]
+    names = names_marked(type(config), WIDTH_SETTING)
     if "d_model" not in widths or not {*widths} <= {*names} or 0 in widths.values():
         return [
             f"mup_base={text!r} must be widths of the model that learning rates are found at, with"
@@ -129,30 +130,18 @@ def model_conflicts(config: Any) -> list[str]:
     return []
 
 
-@functools.cache
-def _defaults(section: Any) -> dict[str, Any]:
-    """Return the default of each setting by its dotted name."""
-    defaults: dict[str, Any] = {}
-    for entry in fields(section):
-        if is_dataclass(entry.default_factory):
-            defaults |= flat(entry.default_factory(), f"{entry.name}.")
-        else:
-            defaults[entry.name] = entry.default
-    return defaults
-
-
-def _positions(config: Any) -> Iterator[str]:
+def _further_conflicts(config: Any) -> Iterator[str]:
     rope = config.rope
-    scaled = config.latent.rope_head_dim or config.head_width
+    name = "head_dim"
+    scaled = config.head_width
+    if config.latent.rope_head_dim:
+        name = "latent.rope_head_dim"
+        scaled = config.latent.rope_head_dim
     if config.positions == "rope" and not 0 < config.rotated_width <= scaled // 2 * 2:
-        name = "latent.rope_head_dim" if config.latent.rope_head_dim else "head_dim"
         yield (
             f"{name}={scaled} with model.rope.fraction={rope.fraction:g} leaves RoPE no whole pairs"
             f" of dimensions: choose an even {name}, a larger fraction or another model.positions."
         )
-    pattern = config.window_pattern
-    if not pattern or not set(pattern) <= {"w", "f"}:
-        yield f"window_pattern={pattern!r} must be letters w (window) and f (full), as in 'wwf'."
     if rope.window_theta and not config.window:
         yield f"rope.window_theta={rope.window_theta:g} needs a model.window."
     if rope.scaling == "longrope":
@@ -168,15 +157,16 @@ def _positions(config: Any) -> Iterator[str]:
             yield f"rope.original_length={config.original_length} must be 2 or more for 'longrope'."
     distance = config.relative.distance
     buckets = config.relative.buckets
-    nearest = {"t5": buckets // 2, "disentangled": buckets // 2 + 1}.get(config.positions, 0)
+    nearest = 0
+    if config.positions == "t5":
+        nearest = buckets // 2
+    elif config.positions == "disentangled":
+        nearest = buckets // 2 + 1
     if distance <= nearest:
         yield (
             f"relative.distance={distance} must be above {nearest} with"
             f" model.relative.buckets={buckets}."
         )
-
-
-def _others(config: Any) -> Iterator[str]:
     if config.feed_forward == "experts" and not config.experts.n:
         yield "feed_forward='experts' needs model.experts.n, their number."
     if config.mixer == "latent":
@@ -217,5 +207,10 @@ def _others(config: Any) -> Iterator[str]:
 def widths_of(text: str) -> dict[str, int]:
     """Return the numbers in a setting such as 'd_model=64 n_heads=4' by name, separated by commas
     or spaces; 0 for what is no number above 0."""
-    entries = (entry.partition("=") for entry in names_of(text))
-    return {name: int(number) if number.isdecimal() else 0 for name, _, number in entries}
+    widths = {}
+    for entry in names_of(text):
+        name, _, number = entry.partition("=")
+        widths[name] = 0
+        if number.isdecimal():
+            widths[name] = int(number)
+    return widths

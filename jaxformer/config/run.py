@@ -9,7 +9,7 @@ import difflib
 import json
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
@@ -20,6 +20,7 @@ from jaxformer.config.settings import (
     Section,
     TableAt,
     Volatile,
+    dotted,
     flat,
     parts_of,
     with_settings,
@@ -158,7 +159,7 @@ def named_sources(text: str) -> list[str]:
     exists is one source."""
     if os.path.exists(text):
         return [text]
-    return [spec.strip() for spec in text.split(";") if spec.strip()]
+    return parts_of(text, ";")
 
 
 @dataclass(frozen=True)
@@ -328,25 +329,16 @@ def from_json(text: str, where: str) -> RunConfig:
     model = written.get("model")
     if version == 3 and isinstance(model, dict):
         written["model"] = {MOVED.get(name, name): value for name, value in model.items()}
-    stated = _dotted(written)
+    stated = dotted(written)
     settings = flat(RunConfig())
-    unknown = [name for name in stated if name not in settings]
-    if unknown:
-        lines = "".join(f"\n  {name}: {suggestion(name)}" for name in unknown)
+    lines = ""
+    for name in stated:
+        if name not in settings:
+            lines += f"\n  {name}: {suggestion(name)}"
+    if lines:
         raise ConfigError(f"{where} has settings that this jaxformer does not know:{lines}")
     stated.pop("run.compilation_cache", None)
     try:
         return with_settings(RunConfig(), stated)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-
-
-def _dotted(written: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the entries of nested objects by their dotted names."""
-    entries: dict[str, Any] = {}
-    for name, value in written.items():
-        if isinstance(value, dict):
-            entries |= _dotted(value, f"{prefix}{name}.")
-        else:
-            entries[f"{prefix}{name}"] = value
-    return entries

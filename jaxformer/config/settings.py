@@ -1,5 +1,6 @@
 """Settings: fields of frozen dataclasses whose types and ranges are checked at construction."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -26,13 +27,32 @@ class Bounds:
     most: float = math.inf
 
     def __str__(self) -> str:
-        below = f" and below {self.below:.10g}" if self.below < math.inf else ""
-        at_most = f" and at most {self.most:.10g}" if self.most < math.inf else ""
-        return f"at least {self.low:g}{below}{at_most}"
+        text = f"at least {self.low:g}"
+        if self.below < math.inf:
+            text += f" and below {self.below:.10g}"
+        if self.most < math.inf:
+            text += f" and at most {self.most:.10g}"
+        return text
 
     def hold(self, value: float) -> bool:
         """Whether the value is within the bounds. Infinity never is, as `below` excludes it."""
         return self.low <= value <= self.most and value < self.below
+
+
+@dataclass(frozen=True)
+class Letters:
+    """The letters of a pattern that is repeated over the layers, at least one, and what a message
+    says of them."""
+
+    letters: str
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"letters {self.meaning}"
+
+    def hold(self, value: Any) -> bool:
+        """Whether the value is of these letters."""
+        return value != "" and {*value} <= {*self.letters}
 
 
 Count = Annotated[int, Bounds(1, most=2**31 - 1)]  # an int32
@@ -52,6 +72,10 @@ Volatile = Annotated[ValueT, VOLATILE]
 # widened by wider heads or by more of them, so their number is one.
 WIDTH_SETTING = "width"
 Width = Annotated[Natural, WIDTH_SETTING]
+# Marks the type of a setting of a model that says what a run computes and how, and not what its
+# weights mean: a run takes it from its own config, and not from the model of run.init_from.
+RUN_SETTING = "run"
+PerRun = Annotated[ValueT, RUN_SETTING]
 
 
 @dataclass(frozen=True)
@@ -124,35 +148,36 @@ class Section:
         problems = []
         for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
             value: Any = getattr(self, name)
-            kind, extras = _literal(hint), getattr(hint, "__metadata__", ())
+            kind = _literal(hint)
+            extras = getattr(hint, "__metadata__", ())
             words: tuple[str, ...] = ()
             if get_origin(kind) in (Union, UnionType):
                 # The setting may be a word instead, as of int | Literal["auto"].
                 kind, literal = get_args(kind)
                 words = get_args(literal)
+            if isinstance(value, str) and value in words:
+                continue
             types = (int, float) if kind is float else kind
+            problem = ""
             if get_origin(kind) is Literal:
                 if value not in choices(kind):
-                    problem = (
-                        f"{name}={value!r} is not one of {', '.join(map(repr, choices(kind)))}."
-                    )
+                    problem = f"is not one of {', '.join(map(repr, choices(kind)))}."
                     for table in extras:
                         if isinstance(table, TableAt):
                             problem += f" Import the code that adds your own row to {table.path}."
-                    problems.append(problem)
-            elif isinstance(value, str) and value in words:
-                continue
-            elif isinstance(kind, type) and issubclass(kind, Section):
+            elif issubclass(kind, Section):
                 if not isinstance(value, kind):
-                    problems.append(f"{name}={value!r} is not a record: give {kind.__name__}(...).")
+                    problem = f"is not a record: give {kind.__name__}(...)."
             # bool is a subclass of int: without the second test a True would pass for the number 1.
             elif not isinstance(value, types) or isinstance(value, bool) is not (kind is bool):
                 allowed = " or ".join([f"of type {kind.__name__}", *map(repr, words)])
-                problems.append(f"{name}={value!r} is not {allowed}.")
+                problem = f"is not {allowed}."
             else:
-                bounds = [extra for extra in extras if isinstance(extra, Bounds)]
-                if not all(bound.hold(value) for bound in bounds):
-                    problems.append(f"{name}={value!r} must be {bounds[0]}.")
+                for rule in extras:
+                    if isinstance(rule, Bounds | Letters) and not rule.hold(value):
+                        problem = f"must be {rule}."
+            if problem:
+                problems.append(f"{name}={value!r} {problem}")
         # These rules compute with several fields, so they are asked only where each field is of its
         # type and within its bounds.
         problems = problems or self.conflicts()
@@ -182,17 +207,29 @@ def hints(section: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+def names_marked(section: Any, marker: str) -> list[str]:
+    """Return the dotted names of the settings whose types have a marker, such as `VOLATILE`."""
+    names = []
+    for name, hint in hints(section).items():
+        if marker in getattr(hint, "__metadata__", ()):
+            names.append(name)
+    return names
+
+
+def flat(config: Any) -> dict[str, Any]:
     """Return every setting of a config by its dotted name, as in `{"model.rope.theta": 1e4}`."""
-    values: dict[str, Any] = {}
-    for entry in dataclasses.fields(config):
-        name = f"{prefix}{entry.name}"
-        value = getattr(config, entry.name)
-        if dataclasses.is_dataclass(value):
-            values |= flat(value, f"{name}.")
+    return dotted(dataclasses.asdict(config))
+
+
+def dotted(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the entries of nested dicts by their dotted names."""
+    entries: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, dict):
+            entries |= dotted(value, f"{prefix}{name}.")
         else:
-            values[name] = value
-    return values
+            entries[f"{prefix}{name}"] = value
+    return entries
 
 
 def with_settings(config: ConfigT, settings: Mapping[str, Any]) -> ConfigT:
@@ -218,13 +255,17 @@ def with_settings(config: ConfigT, settings: Mapping[str, Any]) -> ConfigT:
 
 def divisors(number: int) -> str:
     """Return the divisors of a number, separated by commas."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return ", ".join(map(str, sorted({*small, *(number // n for n in small)})))
+    found = set[int]()
+    for divisor in range(1, math.isqrt(number) + 1):
+        if number % divisor == 0:
+            found |= {divisor, number // divisor}
+    return ", ".join(map(str, sorted(found)))
 
 
-def parts_of(text: str) -> list[str]:
-    """Return the entries of a setting that are separated by commas."""
-    return [entry.strip() for entry in text.split(",") if entry.strip()]
+def parts_of(text: str, separator: str = ",") -> list[str]:
+    """Return the entries of a setting that are separated by commas, but for empty ones."""
+    entries = map(str.strip, text.split(separator))
+    return list(filter(None, entries))
 
 
 def parsed_groups(text: str, words: tuple[str, ...]) -> list[tuple[str, dict[str, float]]]:
@@ -235,13 +276,13 @@ def parsed_groups(text: str, words: tuple[str, ...]) -> list[tuple[str, dict[str
     for entry in parts_of(text):
         pattern, _, stated = entry.partition(":")
         pieces = stated.split()
-        try:
-            numbers = dict(zip(pieces[::2], map(float, pieces[1::2]), strict=True))
-        except ValueError:
-            numbers = {}
-        complete = pattern.strip() and numbers and len(pieces) == 2 * len(numbers)
-        known = set(numbers) <= {*words}
-        if not (complete and known and all(0 <= n < math.inf for n in numbers.values())):
+        numbers = {}
+        with contextlib.suppress(ValueError):
+            for word, number in zip(pieces[::2], map(float, pieces[1::2]), strict=True):
+                if word in words and 0 <= number < math.inf:
+                    numbers[word] = number
+        # A word that is repeated or unknown, or has no such number, is not among them.
+        if not pattern.strip() or not numbers or len(pieces) != 2 * len(numbers):
             raise ConfigError(
                 f"groups: {entry!r} is not of the form 'PATTERN: {words[0]} NUMBER {words[1]}"
                 f" NUMBER', with one of the two or both, and finite numbers of at least 0. Groups"
@@ -258,7 +299,9 @@ def step_range(text: str, name: str) -> range:
         return range(0)
     first, colon, stop = text.partition(":")
     try:
-        steps = range(int(first), int(stop) if colon else int(first) + 1)
+        steps = range(int(first), int(first) + 1)
+        if colon:
+            steps = range(int(first), int(stop))
     except ValueError:
         steps = range(0)
     if not steps or steps[0] < 1:

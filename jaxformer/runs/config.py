@@ -20,25 +20,12 @@ from jaxformer.config.config_file import (
 )
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, RunSettings, named_sources
-from jaxformer.config.settings import flat, with_settings
+from jaxformer.config.settings import RUN_SETTING, flat, names_marked, with_settings
 from jaxformer.config.train import LaunchConfig, OptimizerConfig
 from jaxformer.files import ConfigError, is_remote
 
 if TYPE_CHECKING:
     from jaxformer.runs.model_files import ModelFiles
-
-# Model settings that say how a model is computed and trained, and not what its weights mean.
-OF_THE_PROGRAM = (
-    "dropout",
-    "attention.dropout",
-    "dtype",
-    "layer_loop",
-    "remat",
-    "attention.kernel",
-    "experts.kernel",
-)
-# Model settings that a new run does not take from the model it starts from.
-OWN = ("head.kind", "head.n_classes", "head.pooling", "head.next_sentence", *OF_THE_PROGRAM)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -125,7 +112,8 @@ def with_base(
     run.init_from=`base`.
 
     A config sets a model setting if it is not the default of `ModelConfig` and not among those
-    `stated` on the command line, which are applied later; those of `OWN` are always the config's.
+    `stated` on the command line, which are applied later; those marked `RUN_SETTING` are always
+    the config's.
     """
     try:
         base_model = origin.config
@@ -134,7 +122,7 @@ def with_base(
     chosen = flat(model)
     default = flat(ModelConfig())
     changed = {name for name, value in chosen.items() if value != default[name]}
-    own = {*OWN}
+    own = {*names_marked(ModelConfig, RUN_SETTING)}
     if chosen["head.pooling"] == "auto" and model.output not in ("classes", "projection"):
         own.remove("head.pooling")  # then that of the vectors of texts, which the base states
     asked = {name: chosen[name] for name in (own | changed) - stated}

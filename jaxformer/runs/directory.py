@@ -14,7 +14,7 @@ import jax
 
 from jaxformer.checkpoints.buckets import require_savable
 from jaxformer.config.run import RunConfig, from_json
-from jaxformer.config.settings import VOLATILE, flat, hints, with_settings
+from jaxformer.config.settings import VOLATILE, flat, names_marked, with_settings
 from jaxformer.files import (
     ConfigError,
     first_of,
@@ -160,10 +160,10 @@ class RunDirectory:
         changed = list[str]()
         old = flat(written)
         new = flat(now)
-        for name, hint in hints(RunConfig).items():
-            # A volatile setting does not change the numbers of a run.
-            is_volatile = VOLATILE in getattr(hint, "__metadata__", ())
-            if old[name] != new[name] and not is_volatile:
+        # A volatile setting does not change the numbers of a run.
+        volatile = names_marked(RunConfig, VOLATILE)
+        for name in old:
+            if old[name] != new[name] and name not in volatile:
                 changed.append(f"{name}: {old[name]!r} in the directory, {new[name]!r} now")
         # Its value may change, but not whether the optimizer keeps a window of losses.
         before = written.train.spike_factor

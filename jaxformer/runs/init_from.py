@@ -20,7 +20,7 @@ from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.adapter import AdapterConfig, Quantization
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunSettings, TokenizerConfig
-from jaxformer.config.settings import flat, with_settings
+from jaxformer.config.settings import RUN_SETTING, flat, names_marked, with_settings
 from jaxformer.config.variants import SECOND_HEADS
 from jaxformer.data.batches import BatchesByStep
 from jaxformer.files import ConfigError, read_object, write_text
@@ -28,7 +28,6 @@ from jaxformer.losses.pairs import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import OF_OBJECTIVE, check_model
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.upcycling import dense_of, is_upcycled, upcycle
-from jaxformer.runs.config import OWN
 from jaxformer.runs.directory import OtherData, RunDirectory
 from jaxformer.runs.loading import fingerprint_below, load_base
 from jaxformer.runs.model_files import ModelFiles
@@ -85,9 +84,10 @@ def _check_trunk(model: ModelConfig, base_model: ModelConfig, base: str) -> None
         return
     lines = []
     base_settings = flat(base_model)
+    run_settings = names_marked(ModelConfig, RUN_SETTING)
     for name, here in flat(model).items():
         there = base_settings[name]
-        if name in OWN or here == there:
+        if name in run_settings or here == there:
             continue
         # Only what changes a shape by itself is named: another window or rate is no conflict.
         with contextlib.suppress(ConfigError):  # which refuses the setting alone
