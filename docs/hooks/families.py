@@ -1,7 +1,8 @@
 """The table of Hugging Face families in docs/hugging_face.md, from the registry and its tests.
 
-`python docs/hooks/families.py` writes the table again, between its marks in the page.
-tests/interop/test_coverage.py fails where the two differ.
+`python docs/hooks/families.py` writes the table again, between its marks in the page. What of a
+family is supported beyond the basic model stands in the page alone, and is kept.
+tests/interop/test_coverage.py fails where the two differ, or where that is empty.
 """
 
 import sys
@@ -47,26 +48,36 @@ def kind_of(family: Family) -> str:
     return kind
 
 
-def row_of(family: Family) -> str:
+def row_of(family: Family, page: str) -> str:
     names = ", ".join(f"`{name}`" for name in family.architectures)
     read_only = ", ".join(f"`{name}`" for name in family.bases)
     names += f"; read as these: {read_only}" if read_only else ""
     variants = variants_of(family)
     tests = f"`{variants[0]}` ({len(variants)})"
     shipped = ", ".join(SHIPPED[name] for name in family.architectures if name in SHIPPED)
-    cells = [f"`{family.model_type}`", kind_of(family), names, family.covers, tests, shipped]
+    covers = covers_of(family, page)
+    cells = [f"`{family.model_type}`", kind_of(family), names, covers, tests, shipped]
     return f"| {' | '.join(cells)} |\n"
 
 
-def table() -> str:
+def covers_of(family: Family, page: str) -> str:
+    """What the page says is supported of a family; empty where it does not have the family."""
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if cells[1:3] == [f"`{family.model_type}`", kind_of(family)]:
+            return cells[4]
+    return ""
+
+
+def table(page: str) -> str:
     """The table with a row for each family, in the order of the registry."""
-    return HEADER + "".join(map(row_of, HF_FAMILIES))
+    return HEADER + "".join(row_of(family, page) for family in HF_FAMILIES)
 
 
 def with_table(page: str) -> str:
     """The page with the table of this code between the marks. Raises ValueError without marks."""
     before, after = page.index(START) + len(START), page.index(END)
-    return f"{page[:before]}\n{table()}\n{page[after:]}"
+    return f"{page[:before]}\n{table(page)}\n{page[after:]}"
 
 
 if __name__ == "__main__":

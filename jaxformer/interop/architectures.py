@@ -1,6 +1,5 @@
 """The architectures of Hugging Face that are read and written, and which one a model is."""
 
-import contextlib
 import functools
 import json
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from jaxformer.config.settings import flat, with_settings
 from jaxformer.files import ConfigError, first_of
 from jaxformer.interop import encoder_decoders, encoders, experts, gpt, llama
 from jaxformer.interop.family import Family
-from jaxformer.interop.fields import with_factors
+from jaxformer.interop.fields import value_of, with_factors
 from jaxformer.models.transformer import forward
 from jaxformer.models.transformer import specs as model_specs
 
@@ -98,7 +97,8 @@ def is_same_function(config: ModelConfig, other: ModelConfig) -> bool:
     to say which fields matter beside which others. That takes a tenth of a second, and ten where
     there are hundreds of experts."""
     length = config.max_length
-    config, other = (with_settings(with_factors(side), COMPUTATION) for side in (config, other))
+    config = _of_logits(config)
+    other = _of_logits(other)
     if config == other:
         return True
     # Shapes take a millisecond, and programs a hundred of them.
@@ -107,63 +107,54 @@ def is_same_function(config: ModelConfig, other: ModelConfig) -> bool:
     return _program(config, length) == _program(other, length)
 
 
+def _of_logits(config: ModelConfig) -> ModelConfig:
+    return with_settings(with_factors(config), COMPUTATION)
+
+
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {path: spec.shape for path, spec in rows(model_specs(config)).items()}
 
 
 def differences(config: ModelConfig, stated: ModelConfig) -> list[str]:
-    """Return the fields in which a config is another function than that of a config.json, as
-    "model.activation='relu2' (there 'swiglu')": those that alone make another one, or all where it
-    takes several."""
+    """Return the fields in which a config that is another function than that of a config.json
+    differs from it, as "model.activation='relu2' (there 'swiglu')"."""
     if is_same_function(config, stated):
         return []
-    # Fields may differ and change no logit, such as those of initial values: a message has no use
-    # for these.
-    told = {}
-    alone = []
-    settings_there = flat(stated)
-    for name, value in flat(config).items():
-        there = settings_there[name]
-        if value == there:
-            continue
-        told[name] = f"model.{name}={value!r} (there {there!r})"
-        try:
-            changed = with_settings(config, {name: there})
-            is_neutral = is_same_function(config, changed)
-        except ConfigError:  # it is no model
-            is_neutral = False
-        if not is_neutral:
-            alone.append(name)
-    return [told[name] for name in alone or told]
+    config = _of_logits(config)
+    stated = _of_logits(stated)
+    fields = []
+    for name in flat(config):
+        value = value_of(config, name)
+        there = value_of(stated, name)
+        if value != there:
+            fields.append(f"model.{name}={value!r} (there {there!r})")
+    return fields
 
 
 def find_architecture(config: ModelConfig, architecture: str | None = None) -> tuple[Family, str]:
     """Return the first architecture that is exactly this config, or the one named: by what its
     config.json says when it is read again."""
-    if architecture is not None and architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"architecture={architecture!r} is not one of {', '.join(ARCHITECTURES)}."
-        )
+    candidates = ARCHITECTURES
+    if architecture is not None:
+        if architecture not in ARCHITECTURES:
+            raise ConfigError(
+                f"architecture={architecture!r} is not one of {', '.join(ARCHITECTURES)}."
+            )
+        candidates = {architecture: ARCHITECTURES[architecture]}
+    for name, family in candidates.items():
+        try:
+            obstacles = differences(config, family.read_again(config, name))
+        except ConfigError as error:
+            obstacles = [str(error)]
+        obstacles = obstacles or [f"no tensor for {path}" for path in family.left_out(config)]
+        if not obstacles:
+            return family, name
     if architecture is None:
-        for name, family in ARCHITECTURES.items():
-            with contextlib.suppress(ConfigError):
-                stated = family.read_again(config, name)
-                if is_same_function(config, stated) and not family.left_out(config):
-                    return family, name
         raise ConfigError(
             "no Hugging Face architecture is exactly this model: name one, as in"
             ' jf.save_pretrained(..., architecture="LlamaForCausalLM") or --architecture, to see'
             " what it lacks."
         )
-    family = ARCHITECTURES[architecture]
-    try:
-        obstacles = differences(config, family.read_again(config, architecture))
-        obstacles = obstacles or [f"no tensor for {path}" for path in family.left_out(config)]
-    except ConfigError as error:
-        obstacles = [str(error)]
-    if obstacles:
-        raise ConfigError(
-            f"{architecture} is not exactly this model:"
-            f" {first_of(obstacles, OBSTACLES_SHOWN, ', ')}."
-        )
-    return family, architecture
+    raise ConfigError(
+        f"{architecture} is not exactly this model: {first_of(obstacles, OBSTACLES_SHOWN, ', ')}."
+    )

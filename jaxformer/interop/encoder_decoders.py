@@ -137,14 +137,7 @@ def bart_like(
     )
 
 
-BART = bart_like(
-    "bart",
-    "Bart",
-    LEARNED_POSITIONS,
-    norms="post",
-    normed_embedding=True,
-    covers="encoders and decoders of different depth; scaled embedding",
-)
+BART = bart_like("bart", "Bart", LEARNED_POSITIONS, norms="post", normed_embedding=True)
 
 MARIAN = bart_like(
     "marian",
@@ -155,7 +148,6 @@ MARIAN = bart_like(
     norms="post",
     normed_embedding=False,
     model="MTModel",
-    covers="sinusoidal positions; encoders and decoders of different depth; scaled embedding",
 )
 
 
@@ -169,23 +161,10 @@ def sinusoid_tables(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 PEGASUS = bart_like(
-    "pegasus",
-    "Pegasus",
-    SINUSOIDAL,
-    norms="pre",
-    normed_embedding=False,
-    computed=sinusoid_tables,
-    covers="norms before the sublayers; sinusoidal positions; scaled embedding",
+    "pegasus", "Pegasus", SINUSOIDAL, norms="pre", normed_embedding=False, computed=sinusoid_tables
 )
 
-MBART = bart_like(
-    "mbart",
-    "MBart",
-    LEARNED_POSITIONS,
-    norms="pre",
-    normed_embedding=True,
-    covers="mBART-50 too: norms before the sublayers and of the embedding; tokens of languages",
-)
+MBART = bart_like("mbart", "MBart", LEARNED_POSITIONS, norms="pre", normed_embedding=True)
 
 
 class PositionsAfterPadding(KeyMapping):
@@ -208,8 +187,6 @@ M2M100 = bart_like(
     normed_embedding=False,
     activation="relu",
     scaled=True,
-    covers="M2M100 and NLLB: norms before the sublayers; sinusoidal positions behind that of"
-    " padding; tokens of languages; NLLB-MoE is refused",
     head_bias=False,
 )
 
@@ -297,10 +274,10 @@ EMBEDDING_NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embe
 
 
 def t5_like(
-    model_type: str, name: str, mappings: Sequence[KeyMapping], covers: str, has_scale: bool = True
+    model_type: str, name: str, mappings: Sequence[KeyMapping], has_scale: bool = True
 ) -> tuple[Family, Family]:
     """Return the encoder of a T5 alone, also out of the files of both stacks, and the family of
-    encoder-decoders. `name` begins its classes; `covers` is as in `Family`."""
+    encoder-decoders. `name` begins its classes."""
     both_stacks = (
         Constant({"family": "encoder_decoder"}),
         Key("num_layers", "n_encoder_layers", needed=True),
@@ -330,7 +307,6 @@ def t5_like(
         bases=(f"{name}Model", f"{name}WithLMHeadModel"),
         copies=tied_copy("lm_head.weight", *EMBEDDING_NAMES),
         ignored=(UNUSED_BIAS,),
-        covers=covers,
     )
     alone = Family(
         model_type,
@@ -339,27 +315,15 @@ def t5_like(
         lambda config: (embedding, *t5_stack("encoder", "", config)),
         copies=lambda config: (Copy("encoder.embed_tokens.weight", "shared.weight"),),
         ignored=(r"^decoder\.", r"^lm_head\."),
-        covers="the encoder alone: the states of all tokens, as in diffusion models",
     )
     return alone, both
 
 
-T5_ENCODER, T5 = t5_like(
-    "t5",
-    "T5",
-    t5_shared_fields("relu"),
-    "v1 and v1.1: stacks of different depth; tied and untied; gated activation",
-)
+T5_ENCODER, T5 = t5_like("t5", "T5", t5_shared_fields("relu"))
 MT5_KEYS = t5_shared_fields("gated-gelu")
-MT5_ENCODER, MT5 = t5_like(
-    "mt5", "MT5", MT5_KEYS, "as t5, with logits that are not scaled", has_scale=False
-)
-UMT5_ENCODER, UMT5 = t5_like(
-    "umt5",
-    "UMT5",
-    (*MT5_KEYS, Constant({"relative.bias": "layer"})),
-    "as t5, with a table of relative positions for each layer",
-)
+MT5_ENCODER, MT5 = t5_like("mt5", "MT5", MT5_KEYS, has_scale=False)
+UMT5_KEYS = (*MT5_KEYS, Constant({"relative.bias": "layer"}))
+UMT5_ENCODER, UMT5 = t5_like("umt5", "UMT5", UMT5_KEYS)
 
 
 # T5Gemma (arXiv:2504.06225): an encoder-decoder of the layers of Gemma 2.
@@ -469,6 +433,4 @@ T5GEMMA = Family(
     bases=("T5GemmaModel",),
     copies=tied_copy(HEAD, "model.decoder.embed_tokens.weight"),
     ignored=(INV_FREQ,),
-    covers="layers of Gemma 2 in both stacks, of different depth; windows; soft caps; an embedding"
-    " of the source; stacks of different width (9b-2b) and T5Gemma 2 are refused",
 )

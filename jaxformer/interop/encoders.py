@@ -211,7 +211,6 @@ DISTILBERT = encoder_like(
     MaskedHead("vocab_transform", "vocab_layer_norm", "vocab_projector"),
     dropout="dropout attention_dropout",
     ignored=(r"embeddings\.position_ids$",),
-    covers="masked-LM, text- and token-classification heads; no head",
 )
 
 # BERT (arXiv:1810.04805).
@@ -242,7 +241,6 @@ BERT = encoder_like(
     {**CLASSIFIER, "masked": output("cls.seq_relationship", "next_sentence")},
     ignored=BUFFERS,
     renamed=OLD_NORMS,
-    covers="masked-LM, next-sentence, text- and token-classification heads; pooler; no head",
 )
 
 
@@ -305,7 +303,6 @@ def roberta_like(model_type: str, name: str) -> Family:
         roberta_heads("roberta"),
         ignored=(*BUFFERS, r"^(roberta\.)?pooler\."),  # of the base; the class head has none
         renamed=OLD_NORMS,
-        covers="masked-LM, text- and token-classification heads; pooler; no head",
     )
 
 
@@ -349,8 +346,6 @@ ELECTRA = encoder_like(
     },
     ignored=BUFFERS,
     renamed=OLD_NORMS,
-    covers="an embedding of another width; masked-LM, text- and token-classification heads, and"
-    " the discriminator's; no head",
 )
 
 
@@ -426,8 +421,6 @@ ALBERT = encoder_like(
     ),
     {**CLASSIFIER, "masked": output("sop_classifier.classifier", "next_sentence")},
     ignored=BUFFERS,
-    covers="layers that share parameters in groups; masked-LM, sentence-order, text- and"
-    " token-classification heads; pooler; no head",
 )
 
 # MPNet (arXiv:2004.09297): RoBERTa with T5's relative positions in all layers, beside the learned
@@ -466,8 +459,6 @@ MPNET = encoder_like(
     roberta_heads("mpnet"),
     ignored=(r"embeddings\.position_ids$", r"^(mpnet\.)?pooler\."),  # as of RoBERTa
     renamed=OLD_NORMS,
-    covers="relative beside learned positions; masked-LM, text- and token-classification heads;"
-    " pooler; no head",
 )
 
 
@@ -520,8 +511,6 @@ NOMIC_BERT = encoder_like(
         ),
     ),
     required_ids={"pad_token_id": 0},
-    covers="RoPE with every scaling; gated activations; masked-LM, text- and"
-    " token-classification heads; no head",
 )
 
 
@@ -610,8 +599,6 @@ MODERNBERT = encoder_like(
         ),
     },
     dropout="attention_dropout embedding_dropout mlp_dropout",
-    covers="windows and two RoPE bases by layer; masked-LM, text- (first token or"
-    " mean) and token-classification heads; no head",
 )
 
 
@@ -714,8 +701,6 @@ DEBERTA = encoder_like(
     BERT_MASKED,
     ignored=(r"^mask_predictions\.", r"embeddings\.position_(ids|embeddings\.weight)$"),
     renamed=PUBLISHED_HEAD,
-    covers="v3, and v2 without a convolution: disentangled attention with shared keys and log"
-    " buckets; masked-LM, text- and token-classification heads; no head",
 )
 
 
@@ -763,5 +748,4 @@ CLIP_TEXT = Family(
     copies=lambda config: (),
     prefix="text_model.",
     ignored=(r"embeddings\.position_ids$",),
-    covers="the text encoder: the states of all tokens, or the projection of the EOS",
 )

@@ -171,7 +171,6 @@ MIXTRAL = decoder_like(
         FixedKey("router_jitter_noise", (0.0, None)),
     ),
     module_rows=EXPERT_PARAMETERS,
-    covers="one tensor for each expert; windows",
 )
 
 # Qwen 3 with experts (arXiv:2505.09388), of which some layers may have none.
@@ -194,7 +193,6 @@ QWEN3_MOE = decoder_like(
         ATTENTION_BIAS,
     ),
     module_rows=EXPERT_PARAMETERS,
-    covers="one tensor for each expert; layers without experts; query-key norms",
 )
 
 # OLMoE (arXiv:2409.02060): norms of queries and keys over all heads.
@@ -213,7 +211,6 @@ OLMOE = decoder_like(
         ATTENTION_BIAS,
     ),
     module_rows=EXPERT_PARAMETERS,
-    covers="one tensor for each expert; query-key norms over all heads",
 )
 
 # Granite with experts (granite-3.0-1b-a400m), and with a shared one: multipliers, and the gates of
@@ -233,12 +230,7 @@ GRANITE_PARAMETERS = (
 )
 GRANITE_KEYS = (*expert_sizes(), *routed("num_local_experts"), *MULTIPLIERS, *USUAL, ATTENTION_BIAS)
 GRANITE_MOE = decoder_like(
-    "granitemoe",
-    "GraniteMoe",
-    GRANITE_ROWS,
-    GRANITE_KEYS,
-    module_rows=GRANITE_PARAMETERS,
-    covers="one tensor for all experts of a layer; multipliers",
+    "granitemoe", "GraniteMoe", GRANITE_ROWS, GRANITE_KEYS, module_rows=GRANITE_PARAMETERS
 )
 GRANITE_MOE_SHARED = decoder_like(
     "granitemoeshared",
@@ -250,7 +242,6 @@ GRANITE_MOE_SHARED = decoder_like(
     ),
     (*GRANITE_KEYS, Key("shared_intermediate_size", "experts.shared_ff", 0)),
     module_rows=GRANITE_PARAMETERS,
-    covers="as granitemoe, with a shared expert",
 )
 
 # gpt-oss (arXiv:2508.10925): attention sinks, biases, a clamped activation, and published weights
@@ -286,7 +277,6 @@ GPT_OSS = decoder_like(
         IgnoredKeys("experts_per_token initial_context_length"),
     ),
     packed={"mxfp4": Mxfp4Files},
-    covers="sinks; clamped activation; biases of experts and router; windows; MXFP4 weights",
 )
 
 # DeepSeek-V3 (arXiv:2412.19437): latent attention, and experts behind some dense layers.
@@ -454,6 +444,4 @@ DEEPSEEK_V3 = decoder_like(
     # The published model has a layer behind its 61 that predicts a further token.
     ignored=(INV_FREQ, r"^model\.layers\.61\."),
     module_rows=EXPERT_PARAMETERS,
-    covers="latent attention; experts in groups behind dense layers, and a shared one;"
-    " YaRN with `mscale_all_dim`",
 )

@@ -63,8 +63,7 @@ class Family:
     files may lack them. `module_rows` are rows of the class of transformers, in the place of those
     with the same leaves, where files have other tensors. `required_ids` are the ids of special
     tokens that are written where there is no such token, if the class wants a number. `packed` are
-    the readers of packed weights, by quant_method of quantization_config. `covers` says what of the
-    family is supported beyond the basic model, in the table of docs/hugging_face.md.
+    the readers of packed weights, by quant_method of quantization_config.
     """
 
     model_type: str
@@ -80,7 +79,6 @@ class Family:
     packed: Mapping[str, type[TensorFiles]] = dataclasses.field(default_factory=dict)
     module_rows: tuple[TensorRow, ...] = ()
     required_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    covers: str = ""
 
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
         """Return the config of a config.json."""

@@ -14,10 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.config.model import ModelConfig
+from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError, first_of
+from jaxformer.interop.hf_config import HFConfig
+from jaxformer.interop.rope import RopeKeys
 from jaxformer.interop.tensor_files import Entry, TensorFiles
+from jaxformer.layers.positions import FREQUENCIES
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -82,14 +88,19 @@ SCALING_METADATA = {
 }
 GGUF_SCALINGS = ("linear", "yarn")
 # The scaling of Llama 3.1 and later, of which a file has the factor of each frequency alone.
-LLAMA3_SCALING = {
+LLAMA3_SCALING: dict[str, Any] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 
-GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "rope_freqs": "rope_freqs",
+}
 GGUF_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -108,31 +119,34 @@ SANDWICH_NAMES = GGUF_LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-GGUF_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+GGUF_TENSOR = re.compile(r"(blk\.\d+\.)?(\w+)(\.weight|\.bias)")
+# The keys of the heads whose two halves alternate in the rows of a module, as by llama.cpp's
+# converter of Llama.
+ALTERNATING_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 class GgufArchitecture(NamedTuple):
     """How the files of one `general.architecture` are read.
 
     `name` and `model_type` are those of transformers. `keys` are metadata beside those of every
-    decoder, `layer_names` the names of the tensors of a layer. `permuted`: the two halves of each
-    head of queries and keys alternate in a file. `norm_offset` is what norms have more than in
-    transformers. `largest` is the number of layers of the model that divides scores by the root of
-    the width for each head; the others of its family divide by that of the width of a head (0: all,
-    and no key of transformers says so).
+    decoder, `layer_names` the names of the tensors of a layer. `alternating` are modules whose rows
+    have another order. `norm_offset` is what norms have more than in transformers. `largest` is the
+    number of layers of the model that divides scores by the root of the width for each head; the
+    others of its family divide by that of the width of a head (0: all, and no key of transformers
+    says so).
     """
 
     name: str
     model_type: str
     keys: Mapping[str, str] = {}
     layer_names: Mapping[str, str] = GGUF_LAYER_NAMES
-    permuted: bool = False
+    alternating: Mapping[str, str] = {}
     norm_offset: float = 0.0
     largest: int = 0
 
 
 GGUF_ARCHITECTURES = {
-    "llama": GgufArchitecture("LlamaForCausalLM", "llama", permuted=True),
+    "llama": GgufArchitecture("LlamaForCausalLM", "llama", alternating=ALTERNATING_HEADS),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
     "gemma": GgufArchitecture("GemmaForCausalLM", "gemma", norm_offset=1.0),
@@ -286,18 +300,18 @@ class GgufFiles(TensorFiles):
         self._tensors = {}
         unread = []
         for name_in_file, tensor in head.tensors.items():
-            name = None
+            name = ""
             if match := GGUF_TENSOR.fullmatch(name_in_file):
-                layer, stem, end = match.groups()
-                names = GGUF_NAMES if layer is None else row.layer_names
-                start = "" if layer is None else f"model.layers.{layer}."
-                name = f"{start}{names[stem]}.{end}" if stem in names else None
-            if name is None and name_in_file != ROPE_FACTORS:
+                layer, stem, end = match.groups(default="")
+                names = row.layer_names if layer else GGUF_NAMES
+                if stem in names:
+                    name = layer.replace("blk", "model.layers") + names[stem] + end
+            if not name:
                 unread.append(name_in_file)
             elif tensor.kind.name not in GGUF_TYPES:
                 unread.append(f"{name_in_file} of type {tensor.kind.name}")
             else:
-                self._tensors[name or name_in_file] = tensor
+                self._tensors[name] = tensor
         if unread:
             raise ConfigError(
                 f"{path} has tensors of {architecture} that are not read: {first_of(unread)}. Types"
@@ -314,8 +328,19 @@ class GgufFiles(TensorFiles):
 
         tensor = self._tensors[name]
         shape = self.entries[name].shape
-        is_permuted = self._row.permuted and (".q_proj." in name or ".k_proj." in name)
-        data = tensor.data[self._order(name, shape)[rows] if is_permuted else rows]
+        data = tensor.data[rows]
+        module = name.split(".")[-2]
+        if module in self._row.alternating:
+            heads = self.values[self._row.alternating[module]]
+            if shape[0] % (2 * heads):
+                raise ConfigError(
+                    f"{self.directory}: {name} has {shape[0]} rows, which {heads} heads do not"
+                    " divide into pairs."
+                )
+            # As in transformers the first halves of the pairs that RoPE rotates in a head, then
+            # the second ones.
+            order = np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+            data = tensor.data[order[rows]]
         weights = np.empty((len(data), *shape[1:]), np.float32)
         # A few rows at a time, since gguf has each number twice before it returns: room for a whole
         # tensor is given back to the system and cleared anew, which takes as long as the numbers.
@@ -328,46 +353,38 @@ class GgufFiles(TensorFiles):
             weights -= self._row.norm_offset
         return weights
 
-    def _order(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The rows of the file in the order of transformers: the first halves of the pairs that
-        RoPE rotates in a head, then the second ones."""
-        key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
-        heads = self.values[key]
-        if shape[0] % (2 * heads):
-            raise ConfigError(
-                f"{self.directory}: {name} has {shape[0]} rows, which {heads} heads do not divide"
-                " into pairs."
-            )
-        return np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-
     def _config_keys(self, architecture: str) -> dict[str, Any]:
         """The keys of the config.json that the metadata and tensors imply."""
         path = self.directory
         row = self._row
         start = f"{architecture}."
-        stated = {
-            key.removeprefix(start): value
-            for key, value in self.metadata.items()
-            if key.startswith(start)
-        }
-        keys = {**DECODER_KEYS, **OPTIONAL_METADATA, **row.keys}
+        stated = {}
+        for key, value in self.metadata.items():
+            if key.startswith(start):
+                stated[key.removeprefix(start)] = value
         missing = [start + key for key in DECODER_KEYS if key not in stated]
-        if missing or "model.embed_tokens.weight" not in self.entries:
-            lacks = ", ".join(missing) or GGUF_EMBEDDING
-            raise ConfigError(f"{path} lacks {lacks}: download it again.")
-        values = {keys[key]: value for key, value in stated.items() if key in keys}
-        heads = values["num_attention_heads"]
+        if "model.embed_tokens.weight" not in self.entries:
+            missing.append(GGUF_EMBEDDING)
+        if missing:
+            raise ConfigError(f"{path} lacks {', '.join(missing)}: download it again.")
         unread = []
-        if isinstance(heads, list):
-            # A number for each layer.
-            unread.append(f"{start}attention.head_count={str(heads)[:60]}")
-            heads = 1
-        head_width = values.setdefault("head_dim", values["hidden_size"] // max(1, heads))
+        # A number for each layer.
+        if isinstance(stated["attention.head_count"], list):
+            unread.append(f"{start}attention.head_count={str(stated['attention.head_count'])[:60]}")
+            stated["attention.head_count"] = 1
+        heads = stated["attention.head_count"]
+        head_width = stated.get("attention.key_length")
+        if head_width is None:
+            head_width = stated["embedding_length"] // max(1, heads)
+        keys = {**DECODER_KEYS, **OPTIONAL_METADATA, **row.keys}
+        values = {"num_key_value_heads": heads, "head_dim": head_width}
         for key, value in stated.items():
+            if key in keys and not isinstance(value, list):
+                values[keys[key]] = value
+            elif key in HEAD_WIDTHS and value == head_width:
+                continue
             # Heads that are rotated in part are not read.
-            is_width = key in HEAD_WIDTHS and value == head_width
-            is_number = key in (*keys, *SCALING_METADATA) and not isinstance(value, list)
-            if not (is_width or is_number or key in IMPLIED_METADATA):
+            elif key not in (*SCALING_METADATA, *IMPLIED_METADATA):
                 unread.append(f"{start}{key}={str(value)[:60]}")
         if unread:
             raise ConfigError(
@@ -375,15 +392,14 @@ class GgufFiles(TensorFiles):
                 " the same model is a Hugging Face directory, read that."
             )
         if row.largest:
-            is_largest = values["num_hidden_layers"] == row.largest
-            scalar = values["hidden_size"] // heads if is_largest else head_width
-            values["query_pre_attn_scalar"] = scalar
+            values["query_pre_attn_scalar"] = head_width
+            if values["num_hidden_layers"] == row.largest:
+                values["query_pre_attn_scalar"] = values["hidden_size"] // heads
         return {
             "architectures": [row.name],
             "model_type": row.model_type,
             "vocab_size": self.entries["model.embed_tokens.weight"].shape[0],
             "tie_word_embeddings": "lm_head.weight" not in self.entries,
-            "num_key_value_heads": heads,
             **values,
             "rope_scaling": self._scaling(stated, values),
         }
@@ -398,16 +414,14 @@ class GgufFiles(TensorFiles):
             # By what each frequency is divided, as llama.cpp's converter writes it.
             factors = self.read(ROPE_FACTORS)
             del self.entries[ROPE_FACTORS]
-            llama3: dict[str, Any] = LLAMA3_SCALING | {"factor": float(factors.max())}
-            width = values["head_dim"]
-            exponents = np.arange(0, width, 2, dtype=np.float32) / width
-            wavelengths = 2 * math.pi * values.get("rope_theta", 10_000.0) ** exponents
-            low = llama3["low_freq_factor"]
-            high = llama3["high_freq_factor"]
-            turns = llama3["original_max_position_embeddings"] / wavelengths
-            smooth = np.clip((turns - low) / (high - low), 0, 1)
-            expected = 1 / ((1 - smooth) / llama3["factor"] + smooth)
-            if kind == "none" and len(expected) == len(factors) and np.allclose(factors, expected):
+            llama3 = LLAMA3_SCALING | {"factor": float(factors.max())}
+            fields = RopeKeys().read(HFConfig({**values, "rope_scaling": llama3}))
+            config = with_settings(ModelConfig(), fields | {"head_dim": values["head_dim"]})
+            first = jnp.zeros((1, 1), int)
+            plain, scaled = (FREQUENCIES[name](config, first) for name in ("none", "llama3"))
+            expected = plain / scaled
+            is_llama3 = expected.shape == factors.shape and np.allclose(factors, expected)
+            if kind == "none" and is_llama3:
                 return llama3
             kind = f"{ROPE_FACTORS} of another scaling than that of Llama 3"
         if kind == "none":

@@ -76,7 +76,6 @@ GPT2 = decoder_like(
     model="LMHeadModel",
     is_tied=True,
     ignored=(r"\.attn\.(masked_)?bias$",),
-    covers="learned positions; scale of scores by width and by layer",
 )
 
 # GPT-NeoX (arXiv:2204.06745), also the architecture of Pythia.
@@ -112,7 +111,6 @@ GPT_NEOX = decoder_like(
     "gpt_neox.embed_in.weight",
     head="embed_out.weight",
     ignored=(r"\.attention\.(masked_)?bias$", INV_FREQ),
-    covers="Pythia too: sublayers in parallel or in turn; rotated part of a head",
 )
 
 # BLOOM (arXiv:2211.05100): ALiBi, and a norm after the embedding.
@@ -155,7 +153,6 @@ BLOOM = decoder_like(
     "transformer.word_embeddings.weight",
     ignored=(),
     is_tied=True,
-    covers="ALiBi for any number of heads; norm of the embedding",
 )
 
 
@@ -203,7 +200,6 @@ GPTJ = decoder_like(
     "transformer.wte.weight",
     base="",
     ignored=(r"\.attn\.(masked_)?bias$",),
-    covers="one norm for attention and feed-forward; interleaved RoPE of part of a head",
 )
 
 GLOBAL = "global"
@@ -276,7 +272,6 @@ GPT_NEO = decoder_like(
     "transformer.wte.weight",
     is_tied=True,
     ignored=(r"\.attn\.attention\.(masked_)?bias$",),
-    covers="learned positions; windows by layer; scores that are not scaled",
 )
 
 # OPT (arXiv:2205.01068).
@@ -322,8 +317,6 @@ OPT = decoder_like(
     "model.decoder.embed_tokens.weight",
     ignored=(),
     is_tied=True,
-    covers="norms before or after; learned positions with an offset; biases by flag;"
-    " `word_embed_proj_dim` of another width than the model (OPT-350m) is refused",
 )
 
 
@@ -425,9 +418,6 @@ FALCON = decoder_like(
     ),
     "transformer.word_embeddings.weight",
     is_tied=True,
-    covers="groups of queries, keys and values in one matrix; sublayers in parallel behind one norm"
-    " or two, or in turn; ALiBi (`alibi` of Falcon-RW), which transformers adds once or twice,"
-    " depending on the attention kernel, is refused",
 )
 
 
@@ -492,7 +482,6 @@ MPT = decoder_like(
     "transformer.wte.weight",
     ignored=(),
     is_tied=True,
-    covers="ALiBi; layer norms without biases; queries, keys and values in one matrix",
 )
 
 # Starcoder2 (arXiv:2402.19173): layer norms, biases, and a feed-forward layer without a gate.
@@ -514,5 +503,4 @@ STARCODER2 = decoder_like(
         IgnoredKeys("layer_norm_epsilon mlp_type norm_type scale_attn_weights"),
     ),
     is_tied=True,
-    covers="layer norms with and without biases of matrices; windows",
 )

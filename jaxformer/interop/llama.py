@@ -68,13 +68,7 @@ ATTENTION_BIAS = Biases({"attention_bias": (ATTENTION, False)})
 RMS = Constant({"norm": "rms"})
 USUAL = (RMS, SILU, RopeKeys())
 BIAS_FLAGS = Biases({"attention_bias": (ATTENTION, False), "mlp_bias": (FFN, False)})
-LLAMA = decoder_like(
-    "llama",
-    "Llama",
-    ROWS,
-    (*SIZES_OF_ALL, DivisibleHeads(), *USUAL, BIAS_FLAGS),
-    covers="RoPE default, linear, dynamic, YaRN and llama3; biases by flag; explicit head widths",
-)
+LLAMA = decoder_like("llama", "Llama", ROWS, (*SIZES_OF_ALL, DivisibleHeads(), *USUAL, BIAS_FLAGS))
 
 # Granite (arXiv:2405.04324): Llama with multipliers.
 MULTIPLIERS = (
@@ -84,28 +78,12 @@ MULTIPLIERS = (
     Key("attention_multiplier", "attention.scale", 1.0),
 )
 GRANITE = decoder_like(
-    "granite",
-    "Granite",
-    ROWS,
-    (*SIZES_OF_ALL, *MULTIPLIERS, *USUAL, BIAS_FLAGS),
-    covers="multipliers; biases by flag",
+    "granite", "Granite", ROWS, (*SIZES_OF_ALL, *MULTIPLIERS, *USUAL, BIAS_FLAGS)
 )
 
 # Mistral (arXiv:2310.06825): a window in every layer. Ministral: in those of layer_types.
-MISTRAL = decoder_like(
-    "mistral",
-    "Mistral",
-    ROWS,
-    (*SIZES_OF_ALL, *USUAL, Windows(kinds=False)),
-    covers="windows; explicit head widths",
-)
-MINISTRAL = decoder_like(
-    "ministral",
-    "Ministral",
-    ROWS,
-    (*SIZES_OF_ALL, *USUAL, Windows()),
-    covers="windows by layer; explicit head widths",
-)
+MISTRAL = decoder_like("mistral", "Mistral", ROWS, (*SIZES_OF_ALL, *USUAL, Windows(kinds=False)))
+MINISTRAL = decoder_like("ministral", "Ministral", ROWS, (*SIZES_OF_ALL, *USUAL, Windows()))
 
 # Ministral 3 (2025): the text model, whose scores grow with the position.
 MINISTRAL3 = decoder_like(
@@ -119,7 +97,6 @@ MINISTRAL3 = decoder_like(
         TemperedRope(needed=True),
         Windows(kinds=False, default_window=None),
     ),
-    covers="the text model: scores that grow with the position; YaRN; windows",
 )
 
 # StableLM (arXiv:2402.17834): layer norms, and RoPE of a quarter of a head.
@@ -151,8 +128,6 @@ STABLELM = decoder_like(
             False,
         ),
     ),
-    covers="StableLM 2 too: layer norms; rotated part of a head; biases of queries, keys and values"
-    " by flag; norms of queries and keys; sublayers in parallel behind one norm",
 )
 
 # Phi-3 (arXiv:2404.14219) and Phi-4-mini (arXiv:2503.01743): LongRoPE, and one matrix for queries,
@@ -175,27 +150,14 @@ PHI3 = decoder_like(
         ),
         Windows(kinds=False, default_window=None),
     ),
-    covers="Phi-3.5 and Phi-4 mini too: LongRoPE; rotated part of a head; fused matrices; windows",
 )
 
 # Qwen 2 (arXiv:2407.10671), with biases of queries, keys and values, and Qwen 3 (arXiv:2505.09388),
 # with their norms.
 QWEN = (*USUAL, Windows(switch=True))
 HEAD_NORM = Constant({"attention.query_key_norm": "head"})
-QWEN2 = decoder_like(
-    "qwen2",
-    "Qwen2",
-    ROWS,
-    (*SIZES_OF_ALL, *QWEN, Constant({"bias": "qkv"})),
-    covers="biases of queries, keys and values; windows by layer",
-)
-QWEN3 = decoder_like(
-    "qwen3",
-    "Qwen3",
-    ROWS,
-    (*SIZES_OF_ALL, *QWEN, HEAD_NORM, ATTENTION_BIAS),
-    covers="query-key norms by head; windows by layer; biases by flag",
-)
+QWEN2 = decoder_like("qwen2", "Qwen2", ROWS, (*SIZES_OF_ALL, *QWEN, Constant({"bias": "qkv"})))
+QWEN3 = decoder_like("qwen3", "Qwen3", ROWS, (*SIZES_OF_ALL, *QWEN, HEAD_NORM, ATTENTION_BIAS))
 
 # SmolLM3: layers without positions (arXiv:2501.18795).
 SMOLLM3 = decoder_like(
@@ -213,7 +175,6 @@ SMOLLM3 = decoder_like(
         BIAS_FLAGS,
     ),
     is_tied=True,
-    covers="layers without positions; windows by layer; biases by flag",
 )
 
 # OLMo 2 (arXiv:2501.00656): norms after each sublayer, and of queries and keys over all heads. OLMo
@@ -232,13 +193,7 @@ OLMO2_KEYS = (
     SILU,
     ATTENTION_BIAS,
 )
-OLMO2 = decoder_like(
-    "olmo2",
-    "Olmo2",
-    OLMO2_ROWS,
-    (*OLMO2_KEYS, RopeKeys()),
-    covers="norms after each sublayer; query-key norms over all heads; biases by flag",
-)
+OLMO2 = decoder_like("olmo2", "Olmo2", OLMO2_ROWS, (*OLMO2_KEYS, RopeKeys()))
 OLMO3_THETA = ("rope_theta", 500_000.0)
 OLMO3 = decoder_like(
     "olmo3",
@@ -251,7 +206,6 @@ OLMO3 = decoder_like(
         IgnoredKeys("rope_theta"),
         Windows(every=4),
     ),
-    covers="as olmo2, with windows by layer, whose RoPE has a base of its own and no scaling",
 )
 
 
@@ -301,8 +255,6 @@ COHERE = decoder_like(
         IgnoredKeys("model_max_length"),
     ),
     is_tied=True,
-    covers="Command R and R+: one norm for attention and feed-forward; norms of queries and keys;"
-    " factor of the logits; interleaved RoPE",
 )
 
 # GLM-4 (arXiv:2406.12793), as of GLM-4-0414: norms before and after each sublayer.
@@ -329,8 +281,6 @@ GLM4 = decoder_like(
         INTERLEAVED_PAIRS,
         Biases({"attention_bias": (frozenset({"qkv"}), True)}),
     ),
-    covers="GLM-4-0414: norms before and after each sublayer; rotated part of a head; interleaved"
-    " RoPE; biases of queries, keys and values",
 )
 
 # Gemma (arXiv:2403.08295): norms by 1 + weight, a scaled embedding, and wide heads.
@@ -352,8 +302,6 @@ GEMMA1 = decoder_like(
         ONE_SIDED,
     ),
     is_tied=True,
-    covers='Gemma 1: `hidden_act="gelu"` is the approximation, as in transformers 5;'
-    " biases by flag",
 )
 
 # Gemma 2 (arXiv:2408.00118) and the text model of Gemma 3 (arXiv:2503.19786): norms before and
@@ -388,7 +336,6 @@ GEMMA2 = decoder_like(
     GEMMA_ROWS,
     (*SIZES_OF_ALL, *GEMMA, *GEMMA2_CAPS, RopeKeys(), Windows(every=2)),
     is_tied=True,
-    covers="windows in every other layer; soft caps; norms before and after each sublayer",
 )
 GEMMA3 = decoder_like(
     "gemma3_text",
@@ -406,5 +353,4 @@ GEMMA3 = decoder_like(
     ),
     base="Gemma3TextModel",
     is_tied=True,
-    covers="the text model: windows by pattern; two RoPE bases; query-key norms; soft cap",
 )

@@ -49,7 +49,7 @@ from jaxformer.interop.tensor_files import (
     TensorFiles,
     copied_model,
     has_tensors,
-    names_in_index,
+    listed,
     write_tensors,
 )
 from jaxformer.interop.tensor_table import Tensor, joined_tensor, leaf_reader, matched
@@ -81,21 +81,21 @@ class SavedTokenizer(Protocol):
     def ids(self) -> Mapping[str, SpecialIds]: ...
 
 
-def pretrained_config(directory: Path, weights: bool = True) -> ModelConfig:
-    """Return the config of a model directory.
-
-    With weights=False the files of weights need not be there: then config.json says what the model
-    is, with the names in the index of the weights if that is there.
-    """
+def pretrained_config(directory: Path) -> ModelConfig:
+    """Return the config of a model directory, whose files of weights need not be there: then
+    config.json says what the model is, with the names in the index of the weights if that is
+    there."""
     # Of a URL the weights are not copied for that.
-    if weights or (store_of(directory).reads_in_place and has_tensors(directory)):
+    if store_of(directory).reads_in_place and has_tensors(directory):
         return open_pretrained(directory).config
     path = directory / "config.json"
     values = read_config_json(directory)
     family, architecture = read_architecture(path, values)
-    names = names_in_index(directory)
-    hf = HFConfig(values, None if names is None else family.named(names))
-    return _config_of(path, hf, family, architecture)
+    names = None
+    _, _, shard_of = listed(directory)
+    if shard_of:
+        names = family.named(shard_of)
+    return _config_of(path, HFConfig(values, names), family, architecture)
 
 
 def load_pretrained(
@@ -126,17 +126,15 @@ def load_pretrained(
         sharding = placement(mesh, spec.shape, spec.axes)
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            numbers = read_leaf(path, index, jnp.dtype(dtype))
-            if dtype != "float16" or not np.isinf(numbers).any():
-                return numbers
-            # The file may hold infinities itself.
-            stored = read_leaf(path, index, jnp.dtype("float32"))
-            if (np.isinf(numbers) & np.isfinite(stored)).any():
+            try:
+                # The file may hold infinities itself.
+                with np.errstate(over="raise"):
+                    return read_leaf(path, index, jnp.dtype(dtype))
+            except FloatingPointError:
                 raise ConfigError(
-                    f"{opened.path}: {path} has values beyond the range of float16: load it as"
+                    f"{opened.path}: {path} has values beyond the range of {dtype}: load it as"
                     " bfloat16 or float32."
-                )
-            return numbers
+                ) from None
 
         array = _placed(read, spec, sharding, dtype)
         if quantize is None or not is_quantized(spec, quantize):

@@ -65,54 +65,39 @@ class TensorFiles:
     def __init__(self, directory: Path, only: str = "") -> None:
         self.directory = directory
         self.entries: dict[str, Entry] = {}
-        index = directory / INDEX
-        self.listing = only or SINGLE
-        shard_of: dict[str, str] = {}
-        is_there = (directory / self.listing).is_file()
-        is_sharded = not only and not is_there and index.is_file()
-        if is_sharded:
-            self.listing = INDEX
-            shard_of = _read_index(index)
-        elif not is_there:
-            files = sorted(path.name for path in directory.glob("*"))
-            others = [file for file in files if file.endswith(OTHER_WEIGHTS)]
-            candidates = []
-            if not only:
-                candidates = [file for file in files if file.endswith(".safetensors")]
-            if len(candidates) > 1:
-                raise ConfigError(
-                    f"{directory} has several files of weights ({', '.join(candidates)}) and no"
-                    f" {INDEX}: add the index."
-                )
-            if not candidates and others:
+        self.listing, files, shard_of = listed(directory, only)
+        if not files:
+            others = sorted(path.name for path in directory.glob("*"))
+            others = [file for file in others if file.endswith(OTHER_WEIGHTS)]
+            if others:
                 raise ConfigError(
                     f"{directory} has weights only in {', '.join(others)}, and only safetensors are"
                     " read: a pickle runs code that lies in it. Convert them once, in an"
                     " environment you trust: from_pretrained of transformers, then save_pretrained."
                 )
-            if not candidates:
-                missing = f"no {only}" if only else f"neither {SINGLE}, nor {INDEX}"
-                raise ConfigError(f"{directory} has no weights: {missing}.")
-            (self.listing,) = candidates
-        places = set()
-        for shard in sorted({*shard_of.values()} or {self.listing}):
+            raise ConfigError(f"{directory} has no weights: no {self.listing}.")
+        if len(files) > 1 and not shard_of:
+            raise ConfigError(
+                f"{directory} has several files of weights ({', '.join(files)}) and no {INDEX}: add"
+                " the index."
+            )
+        stored = set()
+        for shard in files:
             with _opened(directory / shard) as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
                     tensor = file.get_slice(name)
                     shape = tuple(tensor.get_shape())
-                    dtype = str(tensor.get_dtype())
-                    self.entries[name] = Entry(shard, shape, dtype)
-                    places.add((name, shard))
-        problems = []
-        if is_sharded:
-            in_index = {*shard_of.items()}
-            problems += [f"{name} in {file}: not in the index" for name, file in places - in_index]
-            problems += [f"{name} in {file}: not in the file" for name, file in in_index - places]
-        if problems:
-            raise ConfigError(
-                f"{index} does not match its files; download all again from one source:\n"
-                f"  {first_of(sorted(problems))}"
-            )
+                    self.entries[name] = Entry(shard, shape, str(tensor.get_dtype()))
+                    stored.add((name, shard))
+        if shard_of:
+            indexed = {*shard_of.items()}
+            problems = [f"{name} in {file}: not in the index" for name, file in stored - indexed]
+            problems += [f"{name} in {file}: not in the file" for name, file in indexed - stored]
+            if problems:
+                raise ConfigError(
+                    f"{directory / INDEX} does not match its files; download all again from one"
+                    f" source:\n  {first_of(sorted(problems))}"
+                )
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Return a tensor in the dtype of its file, or consecutive rows of its first axis."""
@@ -126,8 +111,11 @@ class TensorFiles:
         if not shape:
             return np.array_equal(self.read(a), self.read(b))
         step = max(1, PIECE // max(1, math.prod(shape[1:])))
-        pieces = (slice(at, at + step) for at in range(0, shape[0], step))
-        return all(np.array_equal(self.read(a, rows), self.read(b, rows)) for rows in pieces)
+        for at in range(0, shape[0], step):
+            rows = slice(at, at + step)
+            if not np.array_equal(self.read(a, rows), self.read(b, rows)):
+                return False
+        return True
 
     def read_entry(
         self, name: str, entry: Entry, rows: slice, dtypes: Mapping[str, np.dtype]
@@ -149,6 +137,21 @@ class TensorFiles:
             return np.asarray(file.get_slice(name)[start:stop])
 
 
+def listed(directory: Path, only: str = "") -> tuple[str, list[str], dict[str, str]]:
+    """Return the file that lists the tensors of a model, its files of weights, and the shard of
+    each tensor if that is an index."""
+    index = directory / INDEX
+    files = sorted(path.name for path in directory.glob(only or "*.safetensors"))
+    if SINGLE in files:
+        files = [SINGLE]
+    elif not only and index.is_file():
+        shard_of = _read_index(index)
+        return INDEX, sorted({*shard_of.values()}), shard_of
+    if len(files) == 1:
+        return files[0], files, {}
+    return only or SINGLE, files, {}
+
+
 def copied_model(directory: Path, only: str = "") -> Path:
     """Return the directory in which a model is read: a local one as it is; of one at a URL the
     copies on this machine of its JSON files and of its weights, or of the file `only` of these."""
@@ -165,19 +168,8 @@ def copied_model(directory: Path, only: str = "") -> Path:
 def has_tensors(directory: Path) -> bool:
     """Return whether the files of weights of a model directory are there, and not only their
     index."""
-    index = directory / INDEX
-    files = [*directory.glob("*.safetensors")]
-    if index.is_file() and not (directory / SINGLE).is_file():
-        files = [directory / shard for shard in {*_read_index(index).values()}]
-    return bool(files) and all(file.is_file() for file in files)
-
-
-def names_in_index(directory: Path) -> list[str] | None:
-    """Return the names of the tensors by the index of a model directory, None where it has none."""
-    index = directory / INDEX
-    if not index.is_file():
-        return None
-    return [*_read_index(index)]
+    _, files, _ = listed(directory)
+    return bool(files) and all((directory / file).is_file() for file in files)
 
 
 def _read_index(path: Path) -> dict[str, str]:

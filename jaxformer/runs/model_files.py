@@ -100,7 +100,7 @@ class ModelFiles:
         if self.kind == "pretrained" and not self.weights:
             from jaxformer.interop.pretrained import pretrained_config
 
-            return pretrained_config(self.path, weights=False)
+            return pretrained_config(self.path)
         return self.opened.config
 
     @functools.cached_property

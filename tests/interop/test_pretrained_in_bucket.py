@@ -68,7 +68,7 @@ def test_the_config_of_a_model_is_read_without_its_weights(
 ) -> None:
     saved(tmp_path / "model", 20_000)
     url = located(put(tmp_path / "model", f"{s3_bucket}/model"))
-    assert pretrained_config(url, weights=False) == pretrained_config(tmp_path / "model")
+    assert pretrained_config(url) == pretrained_config(tmp_path / "model")
     assert not [*copies_of_the_test.rglob("*.safetensors")]
 
 
