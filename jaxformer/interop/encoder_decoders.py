@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from jaxformer.interop.fields import (
     Keys,
     KeyTable,
     Present,
+    Rule,
     Windows,
     fixed,
     keys,
@@ -167,22 +167,16 @@ PEGASUS = bart_like(
 MBART = bart_like("mbart", "MBart", LEARNED_POSITIONS, norms="pre", normed_embedding=True)
 
 
-class PositionsAfterPadding(KeyMapping):
-    """The first token has the position pad_token_id + 1."""
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        return {"embedding.position_offset": hf.whole("pad_token_id", 1, least=0) + 1}
-
-    def write(self, config: ModelConfig) -> Keys:
-        return {"pad_token_id": config.embedding.position_offset - 1}
-
-
 M2M100 = bart_like(
     "m2m_100",
     "M2M100",
     SINUSOIDAL,
     Constant({"embedding.sinusoids": "half_closed"}),
-    PositionsAfterPadding(),
+    # The first token has the position pad_token_id + 1.
+    Rule(
+        lambda hf: {"embedding.position_offset": hf.whole("pad_token_id", 1, least=0) + 1},
+        lambda config: {"pad_token_id": config.embedding.position_offset - 1},
+    ),
     norms="pre",
     normed_embedding=False,
     activation="relu",
@@ -200,28 +194,30 @@ T5_FEED_FORWARD = {**PLAIN, "gated-gelu": "geglu_tanh"} | {
 }
 
 
-@dataclass(frozen=True)
-class T5Head(KeyMapping):
-    """tie_word_embeddings ties the output layer, whose input is then divided by sqrt(d_model) (T5
-    1.0). In transformers 5 it means only the division, and the layer is tied where no other is
-    stored; where it is not known what is stored, the key decides. mT5 has no division."""
+def t5_head(has_scale: bool) -> Rule:
+    """Return the row of the output layer.
 
-    has_scale: bool = True
+    tie_word_embeddings ties it, and its input is then divided by sqrt(d_model) (T5 1.0). In
+    transformers 5 it means only the division, and the layer is tied where no other is stored; where
+    it is not known what is stored, the key decides. mT5 has no division.
+    """
 
-    def read(self, hf: HFConfig) -> ConfigFields:
+    def read(hf: HFConfig) -> ConfigFields:
         is_tied = hf.get("tie_word_embeddings") is not False
         logit_scale = "none"
-        if self.has_scale and hf.get("scale_decoder_outputs", is_tied):
+        if has_scale and hf.get("scale_decoder_outputs", is_tied):
             logit_scale = "rsqrt"
         if hf.names is not None and "lm_head.weight" not in hf.names:
             is_tied = True
         return {"tied_head": is_tied, "head.scale": logit_scale}
 
-    def write(self, config: ModelConfig) -> Keys:
+    def write(config: ModelConfig) -> Keys:
         keys: Keys = {"tie_word_embeddings": config.tied_head}
-        if self.has_scale:
+        if has_scale:
             keys["scale_decoder_outputs"] = config.head.scale == "rsqrt"
         return keys
+
+    return Rule(read, write)
 
 
 def t5_shared_fields(activation: str) -> tuple[KeyMapping, ...]:
@@ -244,11 +240,7 @@ def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...
     # Behind attention, in a decoder also to the source.
     ffn = "1" if side == "encoder" else "2"
     up = "wi_1" if config.gated else "wi"
-    bias_name = "layer.0.SelfAttention.relative_attention_bias.weight"
-    # One table for all layers lies in the first of them.
-    bias = TensorRow(f"{side}.block.0.{bias_name}", f"{stack}relative_bias")
-    if config.relative.bias == "layer":
-        bias = TensorRow(f"{side}.block.{{}}.{bias_name}", f"{stack}blocks.attention.relative_bias")
+    bias_name = "0.SelfAttention.relative_attention_bias.weight"
     return (
         *projections(f"{layer}0.SelfAttention", "o", f"{stack}blocks.attention", end=""),
         *projections(f"{layer}1.EncDecAttention", "o", f"{stack}blocks.cross", end=""),
@@ -263,7 +255,9 @@ def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...
             down=f"{ffn}.DenseReluDense.wo",
             ffn_norm=f"{ffn}.layer_norm",
         ),
-        bias,
+        # A table of each layer, or one for all, which lies in the first of them.
+        TensorRow(layer + bias_name, f"{stack}blocks.attention.relative_bias"),
+        TensorRow(layer.format(0) + bias_name, f"{stack}relative_bias"),
         *norm(f"{side}.final_layer_norm", f"{stack}final_norm"),
     )
 
@@ -282,7 +276,7 @@ def t5_like(
         Constant({"family": "encoder_decoder"}),
         Key("num_layers", "n_encoder_layers", needed=True),
         Key("num_decoder_layers", "n_layers", instead="num_layers", needed=True),
-        T5Head(has_scale),
+        t5_head(has_scale),
     )
     # The keys of the decoder are not read, and it is written that there is none.
     encoder_alone = (
@@ -342,48 +336,45 @@ KEY_OF_FIELD = {row.field: row.hf for row in STACK_KEYS if isinstance(row, Key)}
 KEY_OF_FIELD["rope.theta"] = "rope_theta"
 
 
-class BothStacks(KeyMapping):
-    """The tables of the two stacks, which may differ in their depth and the width of their window.
+def read_both_stacks(hf: HFConfig) -> ConfigFields:
+    """Return the fields of the tables of the two stacks, which may differ in their depth and the
+    width of their window.
 
     In transformers the window of the encoder has as many tokens on each side beside the token
     itself, and that of the decoder counts the token in.
     """
+    encoder = ENCODER.read(hf)
+    decoder = DECODER.read(hf)
+    for side in (encoder, decoder):
+        side.pop("rope.window_theta", None)  # both kinds of layers have one base
+        side.setdefault("window", 0)
+        side.setdefault("window_pattern", "f" * side["n_layers"])
+    both = {
+        "n_encoder_layers": encoder.pop("n_layers"),
+        "n_layers": decoder.pop("n_layers"),
+        "source_window": encoder.pop("window"),
+        "window": decoder.pop("window"),
+    }
+    if both["source_window"]:
+        both["source_window"] += 1
+    patterns = (encoder.pop("window_pattern"), decoder.pop("window_pattern"))
+    shorter, longer = sorted(patterns, key=len)
+    if not longer.startswith(shorter):
+        kinds = hf.table("encoder").get("layer_types")
+        raise hf.unsupported("encoder.layer_types", kinds, ["those of the decoder"])
+    for field in encoder.keys() | decoder.keys():
+        if encoder.get(field) != decoder.get(field):
+            key = f"encoder.{KEY_OF_FIELD.get(field, field)}"
+            raise hf.unsupported(key, encoder.get(field), [decoder.get(field)])
+    return decoder | both | {"window_pattern": longer}
 
-    def read(self, hf: HFConfig) -> ConfigFields:
-        encoder = ENCODER.read(hf)
-        decoder = DECODER.read(hf)
-        for side in (encoder, decoder):
-            side.pop("rope.window_theta", None)  # both kinds of layers have one base
-        encoder_layers = encoder.pop("n_layers")
-        layers = decoder.pop("n_layers")
-        source_window = encoder.pop("window", 0)
-        window = decoder.pop("window", 0)
-        if source_window:
-            source_window += 1
-        source_pattern = encoder.pop("window_pattern", "f" * encoder_layers)
-        target_pattern = decoder.pop("window_pattern", "f" * layers)
-        shorter, longer = sorted((source_pattern, target_pattern), key=len)
-        if not longer.startswith(shorter):
-            kinds = hf.table("encoder").get("layer_types")
-            raise hf.unsupported("encoder.layer_types", kinds, ["those of the decoder"])
-        for field in encoder.keys() | decoder.keys():
-            if encoder.get(field) != decoder.get(field):
-                key = f"encoder.{KEY_OF_FIELD.get(field, field)}"
-                raise hf.unsupported(key, encoder.get(field), [decoder.get(field)])
-        return decoder | {
-            "n_encoder_layers": encoder_layers,
-            "n_layers": layers,
-            "source_window": source_window,
-            "window": window,
-            "window_pattern": longer,
-        }
 
-    def write(self, config: ModelConfig) -> Keys:
-        on_each_side = max((config.source_window or config.window) - 1, 0)
-        encoder = dataclasses.replace(
-            config, n_layers=config.encoder_layers, window=on_each_side, source_window=0
-        )
-        return ENCODER.write(encoder) | DECODER.write(config)
+def written_both_stacks(config: ModelConfig) -> Keys:
+    on_each_side = max((config.source_window or config.window) - 1, 0)
+    encoder = dataclasses.replace(
+        config, n_layers=config.encoder_layers, window=on_each_side, source_window=0
+    )
+    return ENCODER.write(encoder) | DECODER.write(config)
 
 
 def t5gemma_stack(side: str, stack: str) -> tuple[TensorRow, ...]:
@@ -422,7 +413,7 @@ T5GEMMA = Family(
     {"T5GemmaForConditionalGeneration": {}},
     (
         Constant({"family": "encoder_decoder", "embedding.source": "separate"}),
-        BothStacks(),
+        Rule(read_both_stacks, written_both_stacks),
         # The tables of the stacks have it.
         AliasKey("vocab_size", "decoder.vocab_size", "vocab_size"),
         Dropout("dropout_rate attention_dropout"),

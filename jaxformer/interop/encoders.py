@@ -21,6 +21,7 @@ from jaxformer.interop.fields import (
     KeyMapping,
     Keys,
     Present,
+    Rule,
     Windows,
     fixed,
     keys,
@@ -248,24 +249,23 @@ BERT = encoder_like(
 # the padding token. XLM-RoBERTa (arXiv:1911.02116) is the same with another vocabulary.
 
 
-class OffsetPositions(KeyMapping):
-    """The first token has position pad_token_id + 1 of a table of max_position_embeddings rows."""
+def read_offset_positions(hf: HFConfig) -> ConfigFields:
+    padding = hf.whole("pad_token_id", 1, least=0)
+    table_rows = hf.number("max_position_embeddings", 512)
+    if padding >= table_rows - 1:
+        allowed = ["an id below max_position_embeddings - 1"]
+        raise hf.unsupported("pad_token_id", padding, allowed)
+    return {"embedding.position_offset": padding + 1, "max_length": table_rows - padding - 1}
 
-    def read(self, hf: HFConfig) -> ConfigFields:
-        padding = hf.whole("pad_token_id", 1, least=0)
-        table_rows = hf.number("max_position_embeddings", 512)
-        if padding >= table_rows - 1:
-            allowed = ["an id below max_position_embeddings - 1"]
-            raise hf.unsupported("pad_token_id", padding, allowed)
-        return {"embedding.position_offset": padding + 1, "max_length": table_rows - padding - 1}
 
-    def write(self, config: ModelConfig) -> Keys:
-        table_rows = config.max_length + config.embedding.position_offset
-        return {
-            "pad_token_id": config.embedding.position_offset - 1,
-            "max_position_embeddings": table_rows,
-        }
-
+# The first token has position pad_token_id + 1 of a table of max_position_embeddings rows.
+OFFSET_POSITIONS = Rule(
+    read_offset_positions,
+    lambda config: {
+        "pad_token_id": config.embedding.position_offset - 1,
+        "max_position_embeddings": config.max_length + config.embedding.position_offset,
+    },
+)
 
 # The heads of RoBERTa always have this activation.
 ALWAYS_GELU = (*fixed(hidden_act="gelu"), Constant({"activation": "gelu"}))
@@ -294,7 +294,7 @@ def roberta_like(model_type: str, name: str) -> Family:
         "roberta",
         (
             *BERT_SIZES,
-            OffsetPositions(),
+            OFFSET_POSITIONS,
             *ALWAYS_GELU,
             Present("roberta.pooler.dense.weight", "head.pooler", (f"{name}Model",)),
         ),
@@ -440,7 +440,7 @@ MPNET = encoder_like(
         ),
         *keys(SIZES, layer_norm_eps=1e-12),
         *fixed(relative_attention_num_buckets=32, pad_token_id=1),
-        OffsetPositions(),
+        OFFSET_POSITIONS,
         *ALWAYS_GELU,
         Present("mpnet.pooler.dense.weight", "head.pooler", ("MPNetModel",)),
     ),
@@ -609,61 +609,64 @@ MODERNBERT = encoder_like(
 POSITION_TERMS = ["p2c", "c2p"]  # the terms that positions add to the scores
 
 
-class DisentangledPositions(KeyMapping):
-    """relative_attention adds to the scores both products of a row of relative positions, whose
+def read_disentangled_positions(hf: HFConfig) -> ConfigFields:
+    """Return the fields of positions.
+
+    relative_attention adds to the scores both products of a row of relative positions, whose
     queries and keys are of the matrices of the tokens, and divides the sum of the three by sqrt(3
-    H). position_biased_input adds learned positions to the embeddings."""
+    H). position_biased_input adds learned positions to the embeddings.
+    """
+    length = hf.number("max_position_embeddings", 512)
+    embedded = hf.flag("position_biased_input", True)
+    terms = hf.get("pos_att_type") or []
+    if isinstance(terms, str):
+        terms = [term.strip() for term in terms.split("|")]
+    buckets = hf.number("position_buckets", -1)
+    distance = hf.number("max_relative_positions", -1)
+    if distance < 1:
+        distance = length
+    width = hf.number("hidden_size")
+    head_width = width // hf.positive("num_attention_heads")
+    hf.only("attention_head_size", (head_width,))
+    hf.only("embedding_size", (width,))
+    hf.only("pooler_hidden_size", (width,))
+    if not hf.flag("relative_attention", False):
+        if terms:
+            raise hf.unsupported("pos_att_type", terms, [None])
+        hf.only("norm_rel_ebd", ("none",))
+        return {"max_length": length, "positions": "learned" if embedded else "none"}
+    if sorted(terms) != sorted(POSITION_TERMS):
+        raise hf.unsupported("pos_att_type", terms, [POSITION_TERMS])
+    for key, value in (("share_att_key", True), ("norm_rel_ebd", "layer_norm")):
+        if hf.get(key) != value:
+            raise hf.unsupported(key, hf.get(key), [value])
+    if not isinstance(buckets, int) or not 4 <= buckets < 2 * (distance - 1):
+        raise hf.unsupported("position_buckets", buckets, [f"4 to {2 * distance - 3}"])
+    return {
+        "max_length": length,
+        "positions": "disentangled",
+        "embedding.positions": "learned" if embedded else "auto",
+        "relative.buckets": buckets,
+        "relative.distance": int(distance),
+        "attention.scale": (3 * head_width) ** -0.5,
+    }
 
-    def read(self, hf: HFConfig) -> ConfigFields:
-        length = hf.number("max_position_embeddings", 512)
-        embedded = hf.flag("position_biased_input", True)
-        terms = hf.get("pos_att_type") or []
-        terms = [term.strip() for term in terms.split("|")] if isinstance(terms, str) else terms
-        buckets = hf.number("position_buckets", -1)
-        distance = hf.number("max_relative_positions", -1)
-        if distance < 1:
-            distance = length
-        width = hf.number("hidden_size")
-        heads = hf.positive("num_attention_heads")
-        hf.only("attention_head_size", (width // heads,))
-        for key in ("embedding_size", "pooler_hidden_size"):
-            hf.only(key, (width,))
-        if not hf.flag("relative_attention", False):
-            if terms:
-                raise hf.unsupported("pos_att_type", terms, [None])
-            hf.only("norm_rel_ebd", ("none",))
-            return {"max_length": length, "positions": "learned" if embedded else "none"}
-        if sorted(terms) != sorted(POSITION_TERMS):
-            raise hf.unsupported("pos_att_type", terms, [POSITION_TERMS])
-        for key, value in (("share_att_key", True), ("norm_rel_ebd", "layer_norm")):
-            if hf.get(key) != value:
-                raise hf.unsupported(key, hf.get(key), [value])
-        if not isinstance(buckets, int) or not 4 <= buckets < 2 * (distance - 1):
-            raise hf.unsupported("position_buckets", buckets, [f"4 to {2 * distance - 3}"])
-        return {
-            "max_length": length,
-            "positions": "disentangled",
-            "embedding.positions": "learned" if embedded else "auto",
-            "relative.buckets": buckets,
-            "relative.distance": int(distance),
-            "attention.scale": (3 * (width // heads)) ** -0.5,
-        }
 
-    def write(self, config: ModelConfig) -> Keys:
-        keys: Keys = {
-            "max_position_embeddings": config.max_length,
-            "position_biased_input": config.embedded_positions == "learned",
-            "relative_attention": config.positions == "disentangled",
-        }
-        if not keys["relative_attention"]:
-            return keys
-        return keys | {
+def written_disentangled_positions(config: ModelConfig) -> Keys:
+    keys: Keys = {
+        "max_position_embeddings": config.max_length,
+        "position_biased_input": config.embedded_positions == "learned",
+        "relative_attention": config.positions == "disentangled",
+    }
+    if keys["relative_attention"]:
+        keys |= {
             "pos_att_type": POSITION_TERMS,
             "share_att_key": True,
             "norm_rel_ebd": "layer_norm",
             "position_buckets": config.relative.buckets,
             "max_relative_positions": config.relative.distance,
         }
+    return keys
 
 
 # The masked head of the published files, which the class reads only with legacy=False.
@@ -680,7 +683,7 @@ DEBERTA = encoder_like(
     (
         *keys(SIZES, type_vocab_size=0, layer_norm_eps=1e-7),
         DivisibleHeads(),
-        DisentangledPositions(),
+        Rule(read_disentangled_positions, written_disentangled_positions),
         *fixed(conv_kernel_size=0),
         FixedKey("legacy", (True, False)),
         Choice("hidden_act", "activation", PLAIN, "gelu"),

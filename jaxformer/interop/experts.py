@@ -1,6 +1,5 @@
 """Decoders with experts: those with the attention of Llama, and DeepSeek-V3."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from jaxformer.interop.fields import (
     KeyMapping,
     Keys,
     OptionalKey,
+    Rule,
     Windows,
     fixed,
     keys,
@@ -93,57 +93,56 @@ EXPERT_PARAMETERS = (
 )
 
 
-@dataclass(frozen=True)
-class BalanceLoss(KeyMapping):
-    """The weight of the balance loss. The loss of transformers counts every expert that a token is
-    routed to, and so is as many times that of `experts.balance_loss`."""
+def balance_loss(default: float) -> Rule:
+    """Return the weight of the balance loss. The loss of transformers counts every expert that a
+    token is routed to, and so is as many times that of `experts.balance_loss`."""
+    key = "router_aux_loss_coef"
 
-    default: float
+    def read(hf: HFConfig) -> ConfigFields:
+        weight = hf.number(key, default) * hf.number("num_experts_per_tok")
+        return {"experts.balance_loss": float(weight)}
 
-    def read(self, hf: HFConfig) -> ConfigFields:
-        weight = hf.number("router_aux_loss_coef", self.default)
-        return {"experts.balance_loss": float(weight) * hf.number("num_experts_per_tok")}
-
-    def write(self, config: ModelConfig) -> Keys:
+    def write(config: ModelConfig) -> Keys:
         weight = config.experts.balance_loss / config.experts.per_token
-        return {"router_aux_loss_coef": float(f"{weight:.9g}")}
+        return {key: float(f"{weight:.9g}")}
+
+    return Rule(read, write)
 
 
-class SparseLayers(KeyMapping):
-    """Qwen's layers with experts: every decoder_sparse_step-th, but not those of
+def read_sparse_layers(hf: HFConfig) -> ConfigFields:
+    """Return Qwen's layers with experts: every decoder_sparse_step-th, but not those of
     mlp_only_layers."""
+    layers = hf.whole("num_hidden_layers")
+    step = hf.whole("decoder_sparse_step", 1)
+    dense = hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise hf.unsupported("mlp_only_layers", dense, ["a list of numbers of layers"])
+    # Which have experts.
+    sparse = {*range(step - 1, layers, step)} - {*dense}
+    if not sparse or hf.get("num_experts") == 0:
+        return {"feed_forward": "ffn", "experts.n": 0}
+    return {"experts.pattern": letters(map(sparse.__contains__, range(layers)), "e", "d")}
 
-    def read(self, hf: HFConfig) -> ConfigFields:
-        layers = hf.whole("num_hidden_layers")
-        step = hf.whole("decoder_sparse_step", 1)
-        dense = hf.get("mlp_only_layers") or []
-        if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-            raise hf.unsupported("mlp_only_layers", dense, ["a list of numbers of layers"])
-        # 1 where a layer has experts, 0 where it has none.
-        has_experts = [int((layer + 1) % step == 0) for layer in range(layers)]
-        for layer in {*dense} & {*range(layers)}:
-            has_experts[layer] = 0
-        if not any(has_experts) or hf.get("num_experts") == 0:
-            return {"feed_forward": "ffn", "experts.n": 0}
-        return {"experts.pattern": letters(has_experts, "e", "d")}
 
-    def write(self, config: ModelConfig) -> Keys:
-        layers = layer_configs(config, config.n_layers)
-        dense = [i for i, layer in enumerate(layers) if layer.feed_forward != "experts"]
-        # The step names the layers that may have experts, and the list those of them that do not.
-        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+def written_sparse_layers(config: ModelConfig) -> Keys:
+    dense = []
+    for index, layer in enumerate(layer_configs(config, config.n_layers)):
+        if layer.feed_forward != "experts":
+            dense.append(index)
+    # The step names the layers that may have experts, and the list those of them that do not.
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def routed(number: str, loss: float = 0.001) -> tuple[KeyMapping, ...]:
     """Return the keys of the experts: `number` is the key of their number, and `loss` the default
     of the weight of the balance loss."""
-    names = {"num_experts", "num_local_experts"} - {number}
+    (other,) = {"num_experts", "num_local_experts"} - {number}
     return (
         # transformers has no z-loss in these models.
         Constant({"feed_forward": "experts", "experts.z_loss": 0.0}),
-        Key(number, "experts.n", instead=names.pop(), needed=True),
+        Key(number, "experts.n", instead=other, needed=True),
         Key("num_experts_per_tok", "experts.per_token", needed=True),
-        BalanceLoss(loss),
+        balance_loss(loss),
     )
 
 
@@ -183,7 +182,7 @@ QWEN3_MOE = decoder_like(
         *SIZES_OF_ALL,
         Key("moe_intermediate_size", "experts.d_ff", 768),
         *routed("num_experts"),
-        SparseLayers(),
+        Rule(read_sparse_layers, written_sparse_layers),
         RENORMALIZED,
         HEAD_NORM,
         *USUAL,
@@ -315,19 +314,19 @@ def deepseek_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     return (*DEEPSEEK_ROWS, *linear(f"{LAYER}self_attn.{name}", f"{LATENT_BLOCKS}q"))
 
 
-class LatentHeads(KeyMapping):
-    """The widths of a head without and with rotation; `qk_head_dim` and `head_dim` follow."""
+def read_latent_heads(hf: HFConfig) -> ConfigFields:
+    """Return the widths of a head without and with rotation; `qk_head_dim` and `head_dim`
+    follow."""
+    rotated = hf.number("qk_rope_head_dim")
+    width = hf.number("qk_nope_head_dim") + rotated
+    hf.only("qk_head_dim", (width, None))
+    hf.only("head_dim", (rotated, None))
+    return {"head_dim": width, "latent.rope_head_dim": rotated}
 
-    def read(self, hf: HFConfig) -> ConfigFields:
-        nope = hf.number("qk_nope_head_dim")
-        rotated = hf.number("qk_rope_head_dim")
-        for key, following in (("qk_head_dim", nope + rotated), ("head_dim", rotated)):
-            hf.only(key, (following, None))
-        return {"head_dim": nope + rotated, "latent.rope_head_dim": rotated}
 
-    def write(self, config: ModelConfig) -> Keys:
-        rotated = config.latent.rope_head_dim
-        return {"qk_nope_head_dim": config.head_width - rotated, "qk_rope_head_dim": rotated}
+def written_latent_heads(config: ModelConfig) -> Keys:
+    rotated = config.latent.rope_head_dim
+    return {"qk_nope_head_dim": config.head_width - rotated, "qk_rope_head_dim": rotated}
 
 
 class LatentRope(RopeKeys):
@@ -337,12 +336,11 @@ class LatentRope(RopeKeys):
         rotation = super().read(hf)
         entry = {**hf.table("rope_parameters"), **hf.table("rope_scaling")}
         number = entry.get("mscale_all_dim")
-        if not number or rotation.get("rope.scaling") != "yarn":
-            return rotation
-        factor = rotation["rope.factor"]
-        width = LatentHeads().read(hf)["head_dim"]
-        scale = 1 + 0.1 * float(number) * math.log(factor)
-        return rotation | {"attention.scale": width**-0.5 * scale**2}
+        if number and rotation.get("rope.scaling") == "yarn":
+            width = read_latent_heads(hf)["head_dim"]
+            scale = 1 + 0.1 * float(number) * math.log(rotation["rope.factor"])
+            rotation["attention.scale"] = width**-0.5 * scale**2
+        return rotation
 
     def write(self, config: ModelConfig) -> Keys:
         keys = super().write(config)
@@ -357,7 +355,7 @@ class LatentRope(RopeKeys):
         return keys
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DenseLayers(KeyMapping):
     """The experts of all layers but the first ones; none where these are all."""
 
@@ -384,15 +382,10 @@ class DenseLayers(KeyMapping):
         return keys
 
 
-class SharedExperts(KeyMapping):
-    """The width of the shared expert, as a number of experts."""
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        number = hf.whole("n_shared_experts", 1)
-        return {"experts.shared_ff": number * hf.number("moe_intermediate_size", 2048)}
-
-    def write(self, config: ModelConfig) -> Keys:
-        return {"n_shared_experts": config.experts.shared_ff // config.expert_width}
+def read_shared_experts(hf: HFConfig) -> ConfigFields:
+    """Return the width of the shared expert, which is a number of experts."""
+    number = hf.whole("n_shared_experts", 1)
+    return {"experts.shared_ff": number * hf.number("moe_intermediate_size", 2048)}
 
 
 DEEPSEEK_V3 = decoder_like(
@@ -408,7 +401,7 @@ DEEPSEEK_V3 = decoder_like(
         Key("v_head_dim", "attention.value_dim", 128),
         Length(),
         Dropout("attention_dropout"),
-        LatentHeads(),
+        Rule(read_latent_heads, written_latent_heads),
         DenseLayers(
             (
                 Constant(
@@ -421,7 +414,12 @@ DEEPSEEK_V3 = decoder_like(
                 Key("n_routed_experts", "experts.n", 256, instead="num_local_experts"),
                 Key("num_experts_per_tok", "experts.per_token", 8),
                 Key("moe_intermediate_size", "experts.d_ff", 2048),
-                SharedExperts(),
+                Rule(
+                    read_shared_experts,
+                    lambda config: {
+                        "n_shared_experts": config.experts.shared_ff // config.expert_width
+                    },
+                ),
                 Key("n_group", "experts.groups", 8),
                 Key("topk_group", "experts.top_groups", 4),
                 Choice("norm_topk_prob", "experts.renormalize", FLAG, True),

@@ -6,7 +6,7 @@ difference.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -95,6 +95,20 @@ class KeyMapping:
 
     def write(self, config: ModelConfig) -> Keys:
         return {}
+
+
+@dataclass(frozen=True)
+class Rule(KeyMapping):
+    """A row by its two functions."""
+
+    reads: Callable[[HFConfig], ConfigFields]
+    writes: Callable[[ModelConfig], Keys] = lambda config: {}
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        return self.reads(hf)
+
+    def write(self, config: ModelConfig) -> Keys:
+        return self.writes(config)
 
 
 @dataclass(frozen=True)
@@ -344,19 +358,6 @@ class Present(KeyMapping):
             return {self.field: self.tensor in hf.names}
         architectures = hf.get("architectures") or []
         return {self.field: not {*self.of}.isdisjoint(architectures)}
-
-
-@dataclass(frozen=True)
-class Scale(KeyMapping):
-    """A whole number n; attention scores are multiplied by 1 / sqrt(n)."""
-
-    hf: str
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        return {"attention.scale": hf.positive(self.hf) ** -0.5}
-
-    def write(self, config: ModelConfig) -> Keys:
-        return {self.hf: round(config.attention.scale**-2)}
 
 
 @dataclass(frozen=True)

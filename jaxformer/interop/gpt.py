@@ -1,8 +1,6 @@
 """Decoders with layer norms: GPT-2, GPT-NeoX, BLOOM, GPT-J, GPT-Neo, OPT, Falcon, MPT and
 Starcoder2."""
 
-from dataclasses import dataclass
-
 from jaxformer.config.model import ModelConfig
 from jaxformer.interop.family import INV_FREQ, decoder_like
 from jaxformer.interop.fields import (
@@ -19,9 +17,9 @@ from jaxformer.interop.fields import (
     FixedKey,
     IgnoredKeys,
     Key,
-    KeyMapping,
     Keys,
     KeyTable,
+    Rule,
     Windows,
     fixed,
     keys,
@@ -113,22 +111,21 @@ GPT_NEOX = decoder_like(
     ignored=(r"\.attention\.(masked_)?bias$", INV_FREQ),
 )
 
+# The layers of BLOOM and Falcon without their norms.
+H_TRUNK = (
+    *linear(H_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
+    *block(H_LAYER, out="self_attention.dense", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    *norm("transformer.ln_f", "final_norm"),
+)
+
 # BLOOM (arXiv:2211.05100): ALiBi, and a norm after the embedding.
 BLOOM = decoder_like(
     "bloom",
     "Bloom",
     (
         *norm("transformer.word_embeddings_layernorm", "embed.norm"),
-        *linear(H_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
-        *block(
-            H_LAYER,
-            attention_norm="input_layernorm",
-            out="self_attention.dense",
-            ffn_norm="post_attention_layernorm",
-            up="mlp.dense_h_to_4h",
-            down="mlp.dense_4h_to_h",
-        ),
-        *norm("transformer.ln_f", "final_norm"),
+        *H_TRUNK,
+        *block(H_LAYER, attention_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
     ),
     (
         Constant(
@@ -156,21 +153,13 @@ BLOOM = decoder_like(
 )
 
 
-@dataclass(frozen=True)
-class RotaryWidth(KeyMapping):
-    """The number of dimensions of a head that RoPE rotates."""
-
-    hf: str
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        rotated = hf.number(self.hf)
-        head_width = hf.number("n_embd") // hf.positive("n_head")
-        if not 0 < rotated <= head_width or int(head_width * (rotated / head_width)) != rotated:
-            raise hf.unsupported(self.hf, rotated, [f"an even number up to {head_width}"])
-        return {"rope.fraction": rotated / head_width}
-
-    def write(self, config: ModelConfig) -> Keys:
-        return {self.hf: config.rotated_width}
+def read_rotary_width(hf: HFConfig) -> ConfigFields:
+    """Return the part of a head that RoPE rotates, of which rotary_dim is the width."""
+    rotated = hf.number("rotary_dim")
+    head_width = hf.number("n_embd") // hf.positive("n_head")
+    if not 0 < rotated <= head_width or int(head_width * (rotated / head_width)) != rotated:
+        raise hf.unsupported("rotary_dim", rotated, [f"an even number up to {head_width}"])
+    return {"rope.fraction": rotated / head_width}
 
 
 # GPT-J (Wang and Komatsuzaki 2021): attention and feed-forward read the same norm.
@@ -191,7 +180,7 @@ GPTJ = decoder_like(
         ),
         Constant({"positions": "rope", "rope.pairing": "interleaved", "rope.theta": 10_000.0}),
         *keys("vocab_size n_positions n_embd n_layer n_head layer_norm_epsilon", n_inner=None),
-        RotaryWidth("rotary_dim"),
+        Rule(read_rotary_width, lambda config: {"rotary_dim": config.rotated_width}),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
         *fixed(scale_attn_weights=True),
         Dropout("resid_pdrop embd_pdrop attn_pdrop"),
@@ -206,42 +195,37 @@ GLOBAL = "global"
 LOCAL = "local"
 
 
-class LocalLayers(KeyMapping):
-    """GPT-Neo's layers with a window: attention_types has lists of kinds of layers, each with the
-    number of times that it repeats."""
+def read_local_layers(hf: HFConfig) -> ConfigFields:
+    """Return which layers have a window: attention_types has lists of kinds of layers, each with
+    the number of times that it repeats."""
+    layers = hf.number("num_layers")
+    types = hf.get("attention_types")
+    if types is None:
+        types = [[[GLOBAL, LOCAL], 12]]
+    kinds: list[str] = []
+    for entry in types if isinstance(types, list) else [types]:
+        match entry:
+            case [list(part), int(times)] if times * len(part) <= MOST_LAYERS:
+                kinds += part * times
+            case _:
+                kinds.append("of another structure")
+    if len(kinds) != layers or not {*map(str, kinds)} <= {GLOBAL, LOCAL}:
+        allowed = [[[[GLOBAL, LOCAL], f"times that give num_layers={layers}"]]]
+        raise hf.unsupported("attention_types", types, allowed)
+    window = hf.number("window_size", 256)
+    if window < 1 or LOCAL not in kinds:
+        return {}
+    return {"window": window, "window_pattern": letters(map(LOCAL.__eq__, kinds), "w", "f")}
 
-    def read(self, hf: HFConfig) -> ConfigFields:
-        layers = hf.number("num_layers")
-        types = hf.get("attention_types")
-        entries = types
-        if types is None:
-            entries = [[[GLOBAL, LOCAL], 12]]
-        if not isinstance(entries, list):
-            entries = [entries]
-        kinds: list[str] = []
-        for entry in entries:
-            match entry:
-                case [list(part), int(times)] if times * len(part) <= MOST_LAYERS:
-                    kinds += part * times
-                case _:
-                    kinds.append("of another structure")
-        if len(kinds) != layers or not all(kind in (GLOBAL, LOCAL) for kind in kinds):
-            allowed = [[[[GLOBAL, LOCAL], f"times that give num_layers={layers}"]]]
-            raise hf.unsupported("attention_types", types, allowed)
-        window = hf.number("window_size", 256)
-        if window < 1 or LOCAL not in kinds:
-            return {}
-        pattern = letters([kind == LOCAL for kind in kinds], "w", "f")
-        return {"window": window, "window_pattern": pattern}
 
-    def write(self, config: ModelConfig) -> Keys:
-        layers = layer_configs(config, config.n_layers)
-        kinds = [LOCAL if layer.window else GLOBAL for layer in layers]
-        return {
-            "attention_types": [[kinds, 1]],
-            "attention_layers": kinds,
-            "window_size": config.window or 256,
-        }
+def written_local_layers(config: ModelConfig) -> Keys:
+    layers = layer_configs(config, config.n_layers)
+    kinds = [LOCAL if layer.window else GLOBAL for layer in layers]
+    return {
+        "attention_types": [[kinds, 1]],
+        "attention_layers": kinds,
+        "window_size": config.window or 256,
+    }
 
 
 # GPT-Neo (Black et al. 2021): every second layer has a window, and scores are not scaled.
@@ -263,7 +247,7 @@ GPT_NEO = decoder_like(
             " layer_norm_epsilon",
             intermediate_size=None,
         ),
-        LocalLayers(),
+        Rule(read_local_layers, written_local_layers),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
         Dropout("resid_dropout embed_dropout attention_dropout"),
         # It repeats attention_types.
@@ -324,79 +308,66 @@ OPT = decoder_like(
 # matrix.
 
 
-class FalconBlocks(KeyMapping):
-    """The number of key heads and the residual connection of Falcon, which four keys state.
+def read_falcon_blocks(hf: HFConfig) -> ConfigFields:
+    """Return the number of key heads and the residual connection of Falcon, which four keys state.
 
     The new architecture has groups of heads, and parallel sublayers with a norm for each
     (Falcon-40B) or one for both (Falcon2-11B). The old one has one key head or as many as heads,
     and parallel sublayers with one norm (Falcon-7B) or sequential ones.
     """
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        heads = hf.number("num_attention_heads")
-        is_parallel = hf.flag("parallel_attn", True)
-        has_one_key = hf.flag("multi_query", True)
-        residual = "sequential"
-        if is_parallel:
-            residual = "parallel_shared"
-        kv_heads = heads
-        if hf.flag("new_decoder_architecture", False):
-            hf.only("parallel_attn", (True,))
-            hf.only("num_ln_in_parallel_attn", (2, 1, None))
-            if hf.get("num_ln_in_parallel_attn") != 1:
-                residual = "parallel"
-            if hf.get("num_kv_heads") is not None:
-                kv_heads = hf.number("num_kv_heads")
-            return {"n_kv_heads": kv_heads, "residual": residual}
-        # Which the old architecture ignores where it has no use for it.
-        hf.get("num_kv_heads")
-        hf.get("num_ln_in_parallel_attn")
-        if is_parallel:
-            hf.only("num_ln_in_parallel_attn", (1, None))
-        if has_one_key:
-            kv_heads = 1
-        else:
-            hf.only("num_kv_heads", (heads, None))
+    kv_heads = hf.number("num_attention_heads")
+    is_parallel = hf.flag("parallel_attn", True)
+    has_one_key = hf.flag("multi_query", True)
+    residual = "parallel_shared" if is_parallel else "sequential"
+    # Which the old architecture ignores where it has no use for them.
+    stated_heads = hf.get("num_kv_heads")
+    norms = hf.get("num_ln_in_parallel_attn")
+    if hf.flag("new_decoder_architecture", False):
+        hf.only("parallel_attn", (True,))
+        hf.only("num_ln_in_parallel_attn", (2, 1, None))
+        if norms != 1:
+            residual = "parallel"
+        if stated_heads is not None:
+            kv_heads = hf.number("num_kv_heads")
         return {"n_kv_heads": kv_heads, "residual": residual}
+    if is_parallel:
+        hf.only("num_ln_in_parallel_attn", (1, None))
+    if has_one_key:
+        kv_heads = 1
+    else:
+        hf.only("num_kv_heads", (kv_heads, None))
+    return {"n_kv_heads": kv_heads, "residual": residual}
 
-    def write(self, config: ModelConfig) -> Keys:
-        is_old = config.residual != "parallel" and config.kv_heads in (1, config.n_heads)
-        norms = 2 if config.residual == "parallel" else 1
-        return {
-            "new_decoder_architecture": not is_old,
-            "multi_query": config.kv_heads == 1,
-            "num_kv_heads": config.n_heads if is_old else config.kv_heads,
-            "parallel_attn": config.residual != "sequential",
-            "num_ln_in_parallel_attn": None if is_old else norms,
+
+def written_falcon_blocks(config: ModelConfig) -> Keys:
+    keys: Keys = {
+        "new_decoder_architecture": False,
+        "multi_query": config.kv_heads == 1,
+        "num_kv_heads": config.n_heads,
+        "parallel_attn": config.residual != "sequential",
+        "num_ln_in_parallel_attn": None,
+    }
+    if config.residual == "parallel" or config.kv_heads not in (1, config.n_heads):
+        keys |= {
+            "new_decoder_architecture": True,
+            "num_kv_heads": config.kv_heads,
+            "num_ln_in_parallel_attn": 2 if config.residual == "parallel" else 1,
         }
+    return keys
 
 
 # Falcon (arXiv:2311.16867).
 
-FALCON_TRUNK = (
-    *linear(H_LAYER + "self_attention.query_key_value", QKV, BY_HEAD),
-    *block(H_LAYER, out="self_attention.dense", up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-    *norm("transformer.ln_f", "final_norm"),
-)
 # The names of the norms before attention and feed-forward, by the residual connection.
 FALCON_NORMS = {
-    "sequential": ("input_layernorm", "post_attention_layernorm"),
-    "parallel": ("ln_attn", "ln_mlp"),
-    "parallel_shared": ("input_layernorm", ""),
+    "sequential": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    "parallel": {"attention_norm": "ln_attn", "ffn_norm": "ln_mlp"},
+    "parallel_shared": {"attention_norm": "input_layernorm"},
 }
-
-
-def falcon_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-    """Return the tensors of a Falcon with the norms of this config."""
-    attention, ffn = FALCON_NORMS[config.residual]
-    ffn_norm = norm(H_LAYER + ffn, "blocks.ffn_norm") if ffn else ()
-    return *FALCON_TRUNK, *norm(H_LAYER + attention, "blocks.attention_norm"), *ffn_norm
-
-
 FALCON = decoder_like(
     "falcon",
     "Falcon",
-    falcon_rows,
+    lambda config: (*H_TRUNK, *block(H_LAYER, **FALCON_NORMS[config.residual])),
     (
         Constant({"norm": "layer"}),
         DivisibleHeads(),
@@ -406,7 +377,7 @@ FALCON = decoder_like(
             ffn_hidden_size=None,
             layer_norm_epsilon=1e-5,
         ),
-        FalconBlocks(),
+        Rule(read_falcon_blocks, written_falcon_blocks),
         Choice("activation", "activation", PLAIN, "gelu"),
         Biases({"bias": (frozenset({"qkv", "out", "ffn"}), False)}, always=frozenset({"norm"})),
         # transformers 5 adds ALiBi once or twice, depending on the kernel, rounded to bfloat16.
@@ -421,17 +392,17 @@ FALCON = decoder_like(
 )
 
 
-class SoftmaxScale(KeyMapping):
-    """The factor of the scores; null is 1 / sqrt(head width)."""
+def read_softmax_scale(hf: HFConfig) -> ConfigFields:
+    """Return the factor of the scores; null is 1 / sqrt(head width)."""
+    if hf.get("softmax_scale") is None:
+        return {}
+    return {"attention.scale": float(hf.positive("softmax_scale", 0))}
 
-    def read(self, hf: HFConfig) -> ConfigFields:
-        if hf.get("softmax_scale") is None:
-            return {}
-        return {"attention.scale": float(hf.positive("softmax_scale", 0))}
 
-    def write(self, config: ModelConfig) -> Keys:
-        is_usual = config.attention.scale == config.head_width**-0.5
-        return {"softmax_scale": None if is_usual else config.attention.scale}
+def written_softmax_scale(config: ModelConfig) -> Keys:
+    if config.attention.scale == config.head_width**-0.5:
+        return {"softmax_scale": None}
+    return {"softmax_scale": config.attention.scale}
 
 
 # MPT (MosaicML 2023). transformers computes all as one kind: with ALiBi, without biases, with a
@@ -459,7 +430,7 @@ MPT = decoder_like(
         KeyTable(
             "attn_config",
             (
-                SoftmaxScale(),
+                Rule(read_softmax_scale, written_softmax_scale),
                 *fixed(alibi=True, alibi_bias_max=8),
                 FixedKey("clip_qkv", (None, 0)),
                 *fixed(

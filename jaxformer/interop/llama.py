@@ -2,16 +2,12 @@
 Ministral, Ministral 3, SmolLM3, Granite, StableLM, Phi-3, Qwen, OLMo 2 and 3, Command R, GLM-4, and
 Gemma, whose norms multiply by 1 + weight."""
 
-from dataclasses import dataclass
-
-from jaxformer.config.model import ModelConfig
 from jaxformer.interop.family import decoder_like
 from jaxformer.interop.fields import (
     GATED_NAMES,
     SIZES,
     Biases,
     Choice,
-    ConfigFields,
     Constant,
     DivisibleHeads,
     Dropout,
@@ -19,15 +15,13 @@ from jaxformer.interop.fields import (
     IgnoredKeys,
     Key,
     KeyMapping,
-    Keys,
     OptionalKey,
     RotatedLayers,
-    Scale,
+    Rule,
     Windows,
     fixed,
     keys,
 )
-from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.rope import ORIGINAL, Length, RopeKeys, TemperedRope
 from jaxformer.interop.tensor_table import AS_STORED, TensorRow, block, norm, projections, with_rows
 
@@ -215,20 +209,6 @@ OLMO3 = decoder_like(
 INTERLEAVED_PAIRS = Constant({"rope.pairing": "interleaved"})
 
 
-@dataclass(frozen=True)
-class LogitFactor(KeyMapping):
-    """The factor of the logits, which are divided by its inverse here."""
-
-    hf: str
-    default: float
-
-    def read(self, hf: HFConfig) -> ConfigFields:
-        return {"head.divisor": 1 / hf.positive(self.hf, self.default)}
-
-    def write(self, config: ModelConfig) -> Keys:
-        return {self.hf: 1 / config.head.divisor}
-
-
 # Command R (Cohere 2024): attention and feed-forward read the same norm.
 # The width of a head follows from the two others.
 COHERE_SIZES = sizes("head_dim rms_norm_eps")
@@ -246,7 +226,11 @@ COHERE = decoder_like(
         DivisibleHeads(),
         Constant({"norm": "layer", "residual": "parallel_shared"}),
         *keys(layer_norm_eps=1e-5),
-        LogitFactor("logit_scale", 0.0625),
+        # A factor of the logits, which are divided by its inverse here.
+        Rule(
+            lambda hf: {"head.divisor": 1 / hf.positive("logit_scale", 0.0625)},
+            lambda config: {"logit_scale": 1 / config.head.divisor},
+        ),
         SILU,
         RopeKeys(theta=("rope_theta", 500_000.0)),
         INTERLEAVED_PAIRS,
@@ -322,7 +306,11 @@ GEMMA_BLOCK = (
     Choice("hidden_activation", "activation", GATED_NAMES, "gelu_pytorch_tanh"),
     IgnoredKeys("hidden_act"),
     ATTENTION_BIAS,
-    Scale("query_pre_attn_scalar"),
+    # A whole number n: scores are multiplied by 1 / sqrt(n).
+    Rule(
+        lambda hf: {"attention.scale": hf.positive("query_pre_attn_scalar") ** -0.5},
+        lambda config: {"query_pre_attn_scalar": round(config.attention.scale**-2)},
+    ),
 )
 GEMMA = (*GEMMA_BLOCK, ONE_SIDED)
 GEMMA2_CAPS = (

@@ -114,16 +114,15 @@ def read_settings(directory: Path) -> PeftSettings:
     values = read_object(path, "download it again")
     keys: dict[str, Any] = {}
     for key, (default, is_valid, words) in READ_KEYS.items():
-        value = values.get(key, default)
-        keys[key] = value
+        value = values.get(key)
         if value is None:
-            keys[key] = default
-        if not is_valid(keys[key]):
+            value = default
+        if not is_valid(value):
             raise _unsupported(path, key, value, words)
-    neutral = NEUTRAL_KEYS.split()
-    for key, value in values.items():
-        if key not in READ_KEYS and key not in neutral and value not in (None, False, {}, []):
-            raise _unsupported(path, key, value, "false" if value is True else "null")
+        keys[key] = value
+    for key in values.keys() - READ_KEYS.keys() - {*NEUTRAL_KEYS.split()}:
+        if values[key] not in (None, False, {}, []):
+            raise _unsupported(path, key, values[key], "null or false")
     initial = str(values.get("init_lora_weights", True)).lower()
     if initial.startswith(BASE_CHANGES):
         raise ConfigError(
@@ -157,14 +156,15 @@ def find_base(directory: Path, base: str | Path | None = None) -> Path:
     else:
         name = str(base)
         candidates = [located(name)]
-    found = next((place for place in candidates if name and place.is_dir()), None)
-    if found is None:
+    candidates = [place for place in candidates if name and place.is_dir()]
+    if not candidates:
         raise ConfigError(
             f"the base model of {directory}, {name or None!r}, is no directory here. Download a"
             " model of the hub (hf download ID --local-dir PATH), and name its directory, as in"
             f" jf.load({str(directory)!r}, base=PATH), or as"
             f' "base_model_name_or_path" in {directory / ADAPTER_CONFIG}.'
         )
+    found = candidates[0]
     # Two adapters on top of each other would need an order that no file states.
     if is_adapter(found):
         raise ConfigError(

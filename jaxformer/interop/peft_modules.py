@@ -11,6 +11,7 @@ and one lora_B [outputs, R E], in which the columns of the experts take turns.
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -86,10 +87,11 @@ class Layout:
                 " transformers: set it to zero, or merge the adapter (jf.merge) and save the run."
             )
         for name, tensor in self.tensors.items():
-            of_learned = [path for path in tensor.paths if path.split(".")[0] in learned]
-            if of_learned and name.split(".")[0] not in modules:
-                modules.add(name.rpartition(".")[0])
-            for path in of_learned:
+            for path in tensor.paths:
+                if path.split(".")[0] not in learned:
+                    continue
+                if not is_in(name, modules):
+                    modules.add(name.rpartition(".")[0])
                 if is_custom(leaves[path]):
                     raise ConfigError(
                         f"learned={[*learned]} saves {path}, which is no array but"
@@ -138,13 +140,14 @@ def adapter_layout(config: ModelConfig, architecture: str | None = None) -> Layo
     parameters = {}
     modules = {}
     for name, tensor in by_name.items():
+        module, _, end = name.rpartition(".")
         if not tensor.specs[0].is_matrix:
             continue
         # No linear layer of transformers holds experts or their router.
         if tensor.experts or tensor.paths[0].endswith("experts.router"):
             parameters[name] = tensor
-        elif name.endswith(".weight"):
-            modules[name.removesuffix(".weight")] = tensor
+        elif end == "weight":
+            modules[module] = tensor
     if parameters:
         for module, tensor in modules.items():
             if module.rpartition(".")[2] in TAKEN_FOR_EXPERTS:
@@ -163,11 +166,12 @@ def parameter_modules(parameters: Sequence[str], adapted: Collection[str]) -> di
     """Return the module of each adapted parameter as peft's files name it. A module is wrapped once
     for each of its parameters, of which the first is innermost."""
     names = {}
-    for index, name in enumerate(parameters):
+    outer: Counter[str] = Counter()  # adapted parameters behind this one, by their modules
+    for name in reversed(parameters):
         module = name.rpartition(".")[0]
-        outer = [n for n in parameters[index + 1 :] if n.startswith(f"{module}.") and n in adapted]
         if name in adapted:
-            names[name] = module + ".base_layer" * len(outer)
+            names[name] = module + ".base_layer" * outer[module]
+            outer[module] += 1
     return names
 
 
@@ -200,7 +204,6 @@ def split_matrices(
     [E R, inputs] and [outputs, R E]."""
     count = tensor.experts or 1
     rank = len(lora_a) // count
-    lead = (count,) if tensor.experts else ()
     leaves = [low_rank(spec, rank, 1.0) for spec in tensor.specs]
     # lora_A has no order of its own: its columns are the inputs as the weight of every family has
     # them, one after another.
@@ -208,10 +211,15 @@ def split_matrices(
     of_experts = lora_b.reshape(-1, rank, count)
     b_specs = [leaf.b for leaf in leaves]
     parts = [_order(tensor).split(of_experts[..., e], b_specs) for e in range(count)]
-    return [
-        (a.reshape(*lead, *leaf.a.shape), np.stack(b).reshape(*lead, *leaf.b.shape))
-        for leaf, b in zip(leaves, zip(*parts, strict=True), strict=True)
-    ]
+    matrices = []
+    for leaf, b in zip(leaves, zip(*parts, strict=True), strict=True):
+        a_of_leaf = a.reshape(count, *leaf.a.shape)
+        b_of_leaf = np.reshape(b, (count, *leaf.b.shape))
+        if not tensor.experts:
+            a_of_leaf = a_of_leaf[0]
+            b_of_leaf = b_of_leaf[0]
+        matrices.append((a_of_leaf, b_of_leaf))
+    return matrices
 
 
 def join_matrices(

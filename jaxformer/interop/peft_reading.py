@@ -75,7 +75,9 @@ def stored_in(directory: Path) -> StoredAdapter:
     for name in stored.files.entries:
         plain = name.removeprefix(PREFIX)
         if match := MATRIX.fullmatch(plain):
-            end = match["end"] if "embedding" in match["end"] else f"{match['end']}.weight"
+            end = match["end"]
+            if "embedding" not in end:
+                end += ".weight"
             stored.matrices[match["module"], end] = name
         else:
             stored.saved[WRAPPED.sub("", plain)] = name
@@ -105,20 +107,19 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
             f"the adapter in {stored.files.directory} does not fit this model: {problem}."
         )
 
+    # By its name in the config: the module in the file, and what it adapts in the model.
+    adapters: dict[str, tuple[str, Tensor]] = {}
     # The parameters of experts and routers: the files do not say which they are, only how many.
-    stored_modules = dict.fromkeys(module for module, _ in stored.matrices)
+    modules = dict.fromkeys(module for module, _ in stored.matrices)
     adapted = [name for name in layout.parameters if settings.is_target_parameter(name)]
     expected = parameter_modules([*layout.parameters], adapted)
-    names = matched(stored_modules, expected.values(), layout.prefix, layout.renamed)
-    # By its name in the config: the module in the file, and what it adapts in the model.
-    adapters = {
-        parameter: (names.get(module, module), layout.parameters[parameter])
-        for parameter, module in expected.items()
-    }
-    parameter_names = {module for module, _ in adapters.values()}
-    modules = [module for module in stored_modules if module not in parameter_names]
+    names = matched(modules, expected.values(), layout.prefix, layout.renamed)
+    for parameter, module in expected.items():
+        in_file = names.get(module, module)
+        adapters[parameter] = in_file, layout.parameters[parameter]
+        modules.pop(in_file, None)
     names = matched(modules, layout.modules, layout.prefix, layout.renamed)
-    if unknown := sorted({*modules} - {*names.values()}):
+    if unknown := sorted(modules.keys() - {*names.values()}):
         raise misfit(
             f"{first_of(unknown, 3, ', ')}: the model has no such module of its own, nor are they"
             f" parameters that target_parameters names. {UNTIE}"
@@ -127,7 +128,7 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
         tensor = layout.modules[name]
         if obstacle := layout.obstacle(tensor):
             raise misfit(f"{module}: {obstacle}. {UNTIE}")
-        adapters[name] = (module, tensor)
+        adapters[name] = module, tensor
     shapes: dict[str, tuple[int, ...]] = {}  # of the tensors by their names in the file
     adapted_modules = []
     for name, (module, tensor) in adapters.items():
@@ -137,7 +138,7 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
                 raise misfit(f"{module}.{end}: not in {ADAPTER_WEIGHTS}")
             pair.append(stored.matrices[module, end])
         shape = stored.shape(pair[0])
-        rank = shape[0] // (tensor.experts or 1) if shape else 0
+        rank = sum(shape[:1]) // (tensor.experts or 1)
         if not rank:
             raise misfit(f"{pair[0]}: {[*shape]} in the file, which is of no rank")
         shapes |= zip(pair, matrix_shapes(tensor, rank), strict=True)
@@ -146,13 +147,17 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
 
     copies = {copy.name: copy.of for copy in layout.copies}
     names = matched(stored.saved, [*layout.tensors, *copies], layout.prefix, layout.renamed)
-    if unknown := sorted({*stored.saved} - {*names.values()}):
+    if unknown := sorted(stored.saved.keys() - {*names.values()}):
         raise misfit(f"{first_of(unknown, 3, ', ')}: the model has no such tensor")
     # Both names of one tensor in the model.
-    for copy, of in copies.items():
+    for pair_of_copy in copies.items():
+        values = []
+        for name in pair_of_copy:
+            if name in names:
+                values.append(stored.read(stored.saved[names[name]]))
         # peft changes one of the two, unless it has saved both, and alike.
-        both = [stored.read(stored.saved[names[name]]) for name in (copy, of) if name in names]
-        if len(both) == 1 or (both and not np.array_equal(both[0], both[1])):
+        if values and not (len(values) == 2 and np.array_equal(*values)):
+            copy, of = pair_of_copy
             raise misfit(f"{copy} is {of}, and peft changes one of the two. {UNTIE}")
     saved = []
     for name, tensor in layout.tensors.items():

@@ -9,15 +9,22 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
-from jaxformer.files import ConfigError, read_text
+from jaxformer.files import ConfigError
 from jaxformer.tokenizer.metadata import (
     ADDED_FILE,
     SETTINGS_FILE,
     TOKENIZER_FILE,
+    add_tokens,
     missing,
     read_optional,
 )
-from jaxformer.tokenizer.pieces import BYTES, byte_characters, check_pattern, check_special_tokens
+from jaxformer.tokenizer.pieces import (
+    BYTES,
+    byte_characters,
+    check_pattern,
+    check_special_tokens,
+    without_panic,
+)
 from jaxformer.tokenizer.words import WORD_PATTERNS
 
 MERGES_FILE = "merges.txt"
@@ -45,35 +52,33 @@ def byte_level_bpe(
     check_special_tokens(special_tokens)
     ids = {entry: index for index, entry in vocab.items()}
     if len(ids) < len(vocab):
-        repeated = [entry for entry, count in Counter(vocab.values()).items() if count > 1]
-        raise ConfigError(
-            f"the vocabulary holds {repeated[0]!r} at several ids: an entry has one id."
-        )
+        repeated, _ = Counter(vocab.values()).most_common(1)[0]
+        raise ConfigError(f"the vocabulary holds {repeated!r} at several ids: an entry has one id.")
     absent = sorted({bytes([byte]) for byte in range(256)} - ids.keys())
     if absent:
         raise ConfigError(
             f"the vocabulary lacks {len(absent)} of the 256 bytes, the first {absent[0]!r}: add"
             " them."
         )
+    characters = byte_characters()
+    names = {entry: "".join(map(characters.__getitem__, entry)) for entry in ids}
+    for name in special_tokens:
+        names[name.encode()] = name
+        ids.setdefault(name.encode(), max(ids.values()) + 1)
+    strings = {names[entry]: index for entry, index in ids.items()}
+    named_merges = []
     for number, (first, second) in enumerate(merges):
         if not ids.keys() >= {first, second, first + second}:
             raise ConfigError(
                 f"merge {number}, {first!r} and {second!r}: one of them or their sum is not in the"
                 " vocabulary."
             )
-    characters = byte_characters()
-    names = {entry: "".join(characters[byte] for byte in entry) for entry in ids}
-    for name in special_tokens:
-        names[name.encode()] = name
-        ids.setdefault(name.encode(), max(ids.values()) + 1)
-    strings = {names[entry]: index for entry, index in ids.items()}
-    made = {names[first] + names[second] for first, second in merges}
-    if len(strings) < len(ids) or not strings.keys() >= made:
+        named_merges.append((names[first], names[second]))
+    if len(strings) < len(ids) or not strings.keys() >= {*map("".join, named_merges)}:
         raise ConfigError(
             f"special_tokens={[*special_tokens]!r}: one is written as an entry is; take another"
             " name."
         )
-    named_merges = [(names[first], names[second]) for first, second in merges]
     words = split_into_words(WORD_PATTERNS[pattern].words)
     backend = byte_level_backend(strings, named_merges, words)
     backend.add_special_tokens([*special_tokens])
@@ -111,30 +116,20 @@ def from_files(file: Path) -> tokenizers.Tokenizer:
     if files is None:
         raise missing(file.with_name(TOKENIZER_FILE))
     vocab, special_tokens, space = files
-    names = [name for name in special_tokens if name in vocab]
-    merges = []
     merges_file = file.with_name(MERGES_FILE)
-    for number, line in enumerate(read_text(merges_file, "restore it").split("\n"), 1):
-        tokens = line.removesuffix("\r").split(" ")
-        if tokens == [""] or (number == 1 and line.startswith("#version")):
-            continue
-        if len(tokens) != 2 or not vocab.keys() >= {*tokens, "".join(tokens)}:
-            raise ConfigError(
-                f"{merges_file}, line {number}: {line!r} is no merge of two entries to a third:"
-                " restore the file."
-            )
-        merges.append((tokens[0], tokens[1]))
-    words = pre_tokenizers.ByteLevel(add_prefix_space=space)
-    backend = byte_level_backend(vocab, merges, words)
-    added = read_optional(file.with_name(ADDED_FILE))
-    # Ids are sorted as text, since malformed ones are detected only below.
-    for content, index in sorted(added.items(), key=lambda item: str(item[1]).zfill(20)):
-        backend.add_tokens([content])
-        if backend.token_to_id(content) != index:
-            raise ConfigError(
-                f"{file.with_name(ADDED_FILE)}: {content!r} is {index}, which does not follow the"
-                f" ids of {file.name}: restore the two files."
-            )
+    try:
+        _, merges = without_panic(models.BPE.read_file, str(file), str(merges_file))
+        words = pre_tokenizers.ByteLevel(add_prefix_space=space)
+        backend = byte_level_backend(vocab, merges, words)
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(
+            f"{merges_file} holds no merges of entries of {file.name} ({error}): restore the two"
+            " files."
+        ) from None
+    added = file.with_name(ADDED_FILE)
+    ids = {index: content for content, index in read_optional(added).items()}
+    add_tokens(backend, {"added_tokens_decoder": ids}, added)
+    names = [name for name in special_tokens if name in vocab]
     backend.add_special_tokens(names)
     if {"<s>", "</s>"} <= {*names}:
         end = ("</s>", vocab["</s>"])

@@ -88,10 +88,11 @@ def checked_messages(value: Any) -> list[Message]:
         entries = {str(key): entry for key, entry in message.items() if entry is not None}
         content = entries.get("content", "" if entries.get("tool_calls") else None)
         if isinstance(content, list):
-            objects = [part for part in content if isinstance(part, Mapping)]
-            parts = [part.get("text") for part in objects if part.get("type") in TEXT_PARTS]
-            texts = [text for text in parts if isinstance(text, str)]
-            if len(texts) == len(content):
+            texts = []
+            for part in content:
+                if isinstance(part, Mapping) and part.get("type") in TEXT_PARTS:
+                    texts.append(part.get("text"))
+            if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
                 content = entries["content"] = "".join(texts)
         if not isinstance(content, str):
             raise ConfigError(
@@ -106,19 +107,24 @@ def learned_turns(messages: list[Message]) -> list[int]:
     """Return the indices of the assistant's messages that are learned: all but those that a key of
     `LEARNED` or `NOT_LEARNED` excludes. Raises ConfigError where there are none, for other values
     of such a key, and for another key that seems to be one."""
-    turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    turns = _turns(messages)
     learned = []
     for index in turns:
         is_learned = True
         for key, value in messages[index].items():
-            known = key in LEARNED or key in NOT_LEARNED
-            if (known and value not in (0, 1)) or (not known and OF_LEARNING.search(key) and value):
+            if key in LEARNED:
+                is_wrong = value not in (0, 1)
+                is_learned &= bool(value)
+            elif key in NOT_LEARNED:
+                is_wrong = value not in (0, 1)
+                is_learned &= not value
+            else:
+                is_wrong = bool(value and OF_LEARNING.search(key))
+            if is_wrong:
                 raise ConfigError(
                     f"message {index + 1} has {key}={_shown(value)}: a turn is learned whole"
                     f' ("weight": 1) or not ("weight": 0); write this in that way'
                 )
-            if known and bool(value) == (key in NOT_LEARNED):
-                is_learned = False
         if is_learned:
             learned.append(index)
     if not turns:
@@ -133,6 +139,11 @@ def learned_turns(messages: list[Message]) -> list[int]:
             " there is nothing to learn"
         )
     return learned
+
+
+def _turns(messages: Sequence[Message]) -> list[int]:
+    """Return the indices of the assistant's messages."""
+    return [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
 
 
 def rendered_message(message: Message) -> Message:
@@ -259,13 +270,23 @@ class ChatTemplate:
         checked = checked_messages(messages)
         turns = learned_turns(checked)
         cuts = [(len(checked), False)]
-        if not self.has_blocks:
+        if self.has_blocks:
+            text, spans = self._without_marks(self._texts(checked, cuts)[0])
+            every = _turns(checked)
+            # Those of the blocks that are of learned turns, where each turn has one.
+            if len(turns) < len(every):
+                if len(spans) != len(every):
+                    raise ConfigError(
+                        "the conversation excludes turns from what is learned, and"
+                        f" {self.where} writes {len(spans)} generation blocks for {len(every)}"
+                        " turns, so that those of a turn cannot be told: write one block a turn"
+                    )
+                spans = [spans[every.index(index)] for index in turns]
+        else:
             # For each turn the prompt for it, and the messages up to its end.
-            cuts += [cut for index in turns for cut in ((index, True), (index + 1, False))]
-        full_text, *texts = self._texts(checked, cuts)
-        text, spans = self._without_marks(full_text)
-        if not self.has_blocks:
-            # Each from the end of the prompt for the turn to the special token that ends it.
+            for index in turns:
+                cuts += [(index, True), (index + 1, False)]
+            text, *texts = (self._without_marks(text)[0] for text in self._texts(checked, cuts))
             spans = []
             for index, prompt, turn in zip(turns, texts[::2], texts[1::2], strict=True):
                 if not (turn.startswith(prompt) and text.startswith(turn)):
@@ -276,21 +297,11 @@ class ChatTemplate:
                     )
                 # A template may write a line break behind the token that ends a turn. Generation
                 # ends at that token, so there is nothing to learn after it.
-                content = turn[len(prompt) :].rstrip()
-                ends_in_token = content.endswith(tuple(self._added))
-                end = len(prompt) + len(content) if ends_in_token else len(turn)
-                if end > len(prompt):
-                    spans.append((len(prompt), end))
-        every = [i for i, message in enumerate(checked) if message["role"] == ASSISTANT]
-        if self.has_blocks and len(turns) < len(every):
-            # Those of the blocks that are of learned turns, where each turn has one.
-            if len(spans) != len(every):
-                raise ConfigError(
-                    f"the conversation excludes turns from what is learned, and {self.where} writes"
-                    f" {len(spans)} generation blocks for {len(every)} turns, so that those of a"
-                    " turn cannot be told: write one block a turn"
-                )
-            spans = [span for index, span in zip(every, spans, strict=True) if index in turns]
+                content = turn[len(prompt) :]
+                if content.rstrip().endswith(tuple(self._added)):
+                    content = content.rstrip()
+                if content:
+                    spans.append((len(prompt), len(prompt) + len(content)))
         if not spans:
             raise ConfigError(
                 f"{self.where} writes nothing of the assistant's turns inside of {GENERATION}, so"

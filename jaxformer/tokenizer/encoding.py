@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 
 from jaxformer.files import ConfigError
+from jaxformer.tokenizer.byte_level import split_into_words
 from jaxformer.tokenizer.pieces import BYTES, without_panic
 from jaxformer.tokenizer.words import WORD_PATTERNS, last_cut
 
@@ -90,14 +91,11 @@ class Fast:
         # The core lacks entries that no merge makes, such as GPT-2's end of text where no file says
         # that it is special. They must not occur in words, which are spelled in BYTES.
         for token in vocab.keys() - {*made, *BYTES}:
-            if {*token} <= BYTES.keys() and vocab[token] in [piece.id for piece in merge(token)]:
+            if {*token} <= BYTES.keys() and any(piece.value == token for piece in merge(token)):
                 return None
         import tiktoken  # short texts do without
 
-        ranks = {
-            bytes(BYTES[character] for character in token): vocab[token]
-            for token in (*BYTES, *made)
-        }
+        ranks = {bytes(map(BYTES.__getitem__, token)): vocab[token] for token in (*BYTES, *made)}
         core = tiktoken.Encoding(
             pattern,
             pat_str=WORD_PATTERNS[pattern].words,
@@ -107,11 +105,14 @@ class Fast:
         )
         # A plain search matches names where the library does, if all are searched in the text as it
         # is or all in the normalized text, and none strips spaces or must stand between spaces.
-        plain = not any(
-            token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip")
-        )
-        reads_names = plain and len({token["normalized"] for token in added}) <= 1
-        names = {token["content"]: token["id"] for token in added}
+        names = {}
+        reads_names = True
+        for token in added:
+            names[token["content"]] = token["id"]
+            if token["normalized"] != added[0]["normalized"]:
+                reads_names = False
+            if token["single_word"] or token["lstrip"] or token["rstrip"]:
+                reads_names = False
         fast = cls(core, names, reads_names)
         # The tables of characters of the two libraries may be of different versions of Unicode.
         probe = " ".join(f"{letter}a{letter}1 {letter}." for letter in NEWEST)
@@ -137,21 +138,16 @@ class Fast:
 def word_pattern(spec: dict[str, Any]) -> str | None:
     """Return the name of the entry of `WORD_PATTERNS` by which a byte-level tokenizer.json splits
     text; None for another pattern."""
-    words = spec["pre_tokenizer"] or {}
-    if words.get("type") == "ByteLevel":
-        if words["use_regex"] and not words["add_prefix_space"]:
-            return "gpt2"
-        return None
-    steps = words.get("pretokenizers", [])
-    if [step["type"] for step in steps] != ["Split", "ByteLevel"]:
-        return None
-    split, byte_level = steps
-    if byte_level["use_regex"] or byte_level["add_prefix_space"]:
-        return None
-    if split["behavior"] != "Isolated" or split["invert"]:
-        return None
-    names = {pattern.words: name for name, pattern in WORD_PATTERNS.items()}
-    return names.get(split["pattern"].get("Regex"))
+    for name, pattern in WORD_PATTERNS.items():
+        words = json.loads(split_into_words(pattern.words).__getstate__())
+        if _without_offsets(words) == _without_offsets(spec["pre_tokenizer"]):
+            return name
+    return None
+
+
+def _without_offsets(steps: dict[str, Any] | None) -> str:
+    """Return the steps of a pre-tokenizer as text, without a setting that changes no id."""
+    return json.dumps(steps).replace('"trim_offsets": true', '"trim_offsets": false')
 
 
 @dataclass(frozen=True)
@@ -171,11 +167,10 @@ class Cuts:
         pattern = word_pattern(spec)
         if spec["normalizer"] is not None or not pattern:
             return cls("")
-        names = [
-            token["content"]
-            for token in spec["added_tokens"]
-            if names_are_tokens or not token["special"]
-        ]
+        names = []
+        for token in spec["added_tokens"]:
+            if names_are_tokens or not token["special"]:
+                names.append(token["content"])
         return cls(WORD_PATTERNS[pattern].cuts, tuple(names))
 
     def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
@@ -215,15 +210,18 @@ class Cuts:
     def _last(self, text: str, start: int, stop: int) -> int | None:
         """Return the last position to cut between `start` and `stop`; None where there is none."""
         while (cut := last_cut(text, self.pattern, start, stop)) is not None:
-            # In or next to a name, or it may be once more text follows.
-            if not any(
-                name.startswith(text[begin : begin + len(name)])
-                for name in self.names
-                for begin in range(max(0, cut - len(name)), cut + 1)
-            ):
+            if not self._is_at_name(text, cut):
                 return cut
             stop = cut
         return None
+
+    def _is_at_name(self, text: str, cut: int) -> bool:
+        """Return whether a position is in or next to a name, or may be once more text follows."""
+        for name in self.names:
+            for begin in range(max(0, cut - len(name)), cut + 1):
+                if name.startswith(text[begin : begin + len(name)]):
+                    return True
+        return False
 
 
 class Encoder:
@@ -292,13 +290,13 @@ class Encoder:
         # To find out whether `Fast` can be used takes longer than few characters.
         if sum(map(len, texts)) >= FAST_CHARACTERS:
             fast = self._fast
-        if fast and names_are_tokens and not fast.reads_names:
+        if names_are_tokens and fast and not fast.reads_names:
             fast = None
+        backend = self._backend
+        if reads_names:
+            backend = self.marking
 
         def slow(texts: Sequence[str]) -> list[np.ndarray]:
-            backend = self._backend
-            if reads_names:
-                backend = self.marking
             encodings = without_panic(backend.encode_batch_fast, [*texts], add_special_tokens=False)
             return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
@@ -319,14 +317,15 @@ class Encoder:
 
     def unencodable(self, texts: Sequence[str], error: Exception) -> ConfigError:
         """Return the ConfigError for an error of the library on these texts."""
-        characters = sorted({*"".join(texts)})
-        surrogate = next((char for char in characters if "\ud800" <= char <= "\udfff"), None)
-        if surrogate is not None:
-            return ConfigError(
-                f"the text holds {surrogate!r} (U+{ord(surrogate):04X}), half of a surrogate pair"
-                ' of UTF-16: decode it with errors="replace".'
-            )
-        unseen = [char for char in characters if self._backend.token_to_id(char) is None]
+        unseen = []
+        for char in sorted({*"".join(texts)}):
+            if "\ud800" <= char <= "\udfff":
+                return ConfigError(
+                    f"the text holds {char!r} (U+{ord(char):04X}), half of a surrogate pair of"
+                    ' UTF-16: decode it with errors="replace".'
+                )
+            if self._backend.token_to_id(char) is None:
+                unseen.append(char)
         if "UNK" not in str(error) or not unseen:
             return ConfigError(f"{self._origin} cannot encode this text: {error}.")
         return ConfigError(

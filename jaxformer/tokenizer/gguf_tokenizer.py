@@ -29,7 +29,8 @@ ARCHITECTURE_KEY = "general.architecture"
 # Values of token_type.
 CONTROL = 3
 USER_DEFINED = 4
-GGUF_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# Those of a config.json, and the end of a turn.
+GGUF_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot"}
 GEMMA_ARCHITECTURES = ("gemma", "gemma2", "gemma3")
 
 GPT2_WORDS = WORD_PATTERNS["gpt2"].words
@@ -61,11 +62,10 @@ def read_gguf(
     """Return the tokenizer in the metadata of a GGUF file, and what the files beside a
     tokenizer.json would say of it; `origin` names the file in messages."""
     try:
-        values = {
-            key.removeprefix(TOKENIZER_KEYS): value
-            for key, value in metadata.items()
-            if key.startswith(TOKENIZER_KEYS)
-        }
+        values = {}
+        for key, value in metadata.items():
+            if key.startswith(TOKENIZER_KEYS):
+                values[key.removeprefix(TOKENIZER_KEYS)] = value
         kind = values.get("model")
         tokens = values.get("tokens")
         if kind not in GGUF_KINDS:
@@ -76,32 +76,34 @@ def read_gguf(
             )
         if not isinstance(tokens, list) or len({*tokens}) != len(tokens):
             raise ConfigError(f"{origin} lacks tokenizer.ggml.tokens, or has a token twice in it.")
-        for name in (*GGUF_ROLES.values(), "eot"):
-            value = values.get(f"{name}_token_id")
-            if value is not None and value not in range(len(tokens)):
-                raise ConfigError(
-                    f"{origin} has {TOKENIZER_KEYS}{name}_token_id={str(value)[:60]}, which is"
-                    f" none of its {len(tokens)} tokens."
-                )
-        values["architecture"] = metadata.get(ARCHITECTURE_KEY)
-        kinds = [operator.index(kind) for kind in values.get("token_type") or [1] * len(tokens)]
-        values["token_type"] = kinds
-        backend = without_panic(GGUF_KINDS[kind], values, origin)
         # The entries of a tokenizer_config.json.
         settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
         if metadata.get(TEMPLATE_KEY) is not None:
             settings["chat_template"] = metadata[TEMPLATE_KEY]
-        named_ids: dict[str, int] = {}
+        ids: dict[str, int] = {}
         for role, name in GGUF_ROLES.items():
             token = values.get(f"{name}_token_id")
-            if token is not None:
-                named_ids[role] = token
-                settings[f"{role}_token"] = tokens[token]
+            if token is None:
+                continue
+            if token not in range(len(tokens)):
+                raise ConfigError(
+                    f"{origin} has {TOKENIZER_KEYS}{name}_token_id={str(token)[:60]}, which is"
+                    f" none of its {len(tokens)} tokens."
+                )
+            ids[role] = token
+        ends = [ids[role] for role in ("eos", "eot") if role in ids]
+        ids.pop("eot", None)
+        for role, token in ids.items():
+            settings[f"{role}_token"] = tokens[token]
         begins = kind == "llama" or values.get("pre") in WHOLE_WORDS
         for role, default in {"bos": begins, "eos": False}.items():
             adds = bool(values.get(f"add_{role}_token", default))
-            settings[f"add_{role}_token"] = adds and f"{role}_token" in settings
+            settings[f"add_{role}_token"] = adds and role in ids
 
+        values["architecture"] = metadata.get(ARCHITECTURE_KEY)
+        kinds = [operator.index(kind) for kind in values.get("token_type") or [1] * len(tokens)]
+        values["token_type"] = kinds
+        backend = without_panic(GGUF_KINDS[kind], values, origin)
         # Special tokens, and tokens that are never cut, as the backend matches them in a text.
         vocab = backend.get_vocab()
         special = []
@@ -111,7 +113,7 @@ def read_gguf(
                 special.append(token)
             if token_type == USER_DEFINED and token in vocab:
                 uncut.append(AddedToken(token, normalized=False))
-        special += [tokens[index] for index in named_ids.values()]
+        special += [tokens[index] for index in ids.values()]
         backend.add_special_tokens(
             [AddedToken(token, normalized=False) for token in dict.fromkeys(special)]
         )
@@ -133,17 +135,15 @@ def read_gguf(
                 pair=single + pair,
                 special_tokens=[(name, backend.token_to_id(name)) for name in names],
             )
-        ends = (values.get("eos_token_id"), values.get("eot_token_id"))
         rules: dict[str, Any] = {}
         for key, name in SAMPLING_KEYS.items():
             if key in metadata:
-                value = metadata[key]
-                # Of a float32, which is 0.6000000238 for 0.6.
-                rules[name] = round(value, 6) if isinstance(value, float) else value
+                # Of a float32, which is 0.6000000238 for 0.6; a whole number stays one.
+                rules[name] = round(metadata[key], 6)
         return backend, TokenizerMetadata(
             settings=settings,
-            named_ids=named_ids,
-            ends=tuple(token for token in ends if token is not None),
+            named_ids=ids,
+            ends=tuple(ends),
             rules=rules,
             rules_file=origin,
             template_name=origin,
@@ -163,7 +163,7 @@ def _byte_level_bpe(values: TokenizerValues, origin: str) -> tokenizers.Tokenize
     for index, token in enumerate(values["tokens"]):
         is_special = values["token_type"][index] in (CONTROL, USER_DEFINED)
         if not is_special and not {*token} <= BYTES.keys():
-            token = "".join(spelling[byte] for byte in token.encode())
+            token = "".join(map(spelling.__getitem__, token.encode()))
         vocab[token] = index
     merges = [tuple(merge.split(" ")) for merge in values.get("merges", ())]
     if not merges:
@@ -183,11 +183,12 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
     """Return a BPE over characters, with bytes for those that it lacks. The merges of Gemma are in
     the order of the tokens, and the others in that of the scores."""
     is_gemma = values["architecture"] in GEMMA_ARCHITECTURES
-    tokens = [*values["tokens"]]
+    tokens = values["tokens"]
+    scores = values.get("scores", [])
     if is_gemma:
         # Runs of spaces, which such a file has as they are.
         tokens = [token if token.strip(" ") else SPACE * len(token) for token in tokens]
-    scores = [-index for index in range(len(tokens))] if is_gemma else values.get("scores", [])
+        scores = range(0, -len(tokens), -1)
     if len(scores) != len(tokens) or not np.isfinite(scores).all():
         raise ConfigError(f"{origin} has no score for each token in tokenizer.ggml.scores.")
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -206,16 +207,10 @@ def _sentencepiece(values: TokenizerValues, origin: str) -> tokenizers.Tokenizer
             scored += [(scores[index], pair) for pair in pairs]
         scored.sort(key=lambda merge: (merge[0], len(merge[1][0]), len(merge[1][1])), reverse=True)
         merges = [pair for _, pair in scored]
-    unknown = values.get("unknown_token_id")
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=merges,
-            fuse_unk=True,
-            byte_fallback=True,
-            unk_token=None if unknown is None else tokens[unknown],
-        )
-    )
+    model = models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True)
+    if values.get("unknown_token_id") is not None:
+        model.unk_token = tokens[values["unknown_token_id"]]
+    backend = tokenizers.Tokenizer(model)
     spell_spaces(backend, not is_gemma and bool(values.get("add_space_prefix", True)))
     if is_gemma:
         backend.normalizer = normalizers.Replace(" ", SPACE)

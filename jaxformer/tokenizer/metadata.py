@@ -78,6 +78,7 @@ RULES_NOT_TAKEN = (
     "watermarking_config",
 )
 PENALTIES = ("encoder_repetition_penalty",)
+FACTORS = ("repetition_penalty", "guidance_scale", "typical_p", *PENALTIES)  # 1 changes nothing
 # Those that say how a token is drawn, which `jaxformer sample` follows.
 DRAWING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
 
@@ -121,7 +122,7 @@ class TokenizerMetadata:
         settings: dict[str, Any] = {}
         for name in ("special_tokens_map.json", SETTINGS_FILE):
             content = read_optional(folder / name)
-            _add_tokens(backend, content, folder / name)
+            add_tokens(backend, content, folder / name)
             for key, value in content.items():
                 # tokenizer_config.json is read last and holds, but its null does not hide what the
                 # other file names.
@@ -136,7 +137,8 @@ class TokenizerMetadata:
             value = settings.get(f"{role}_token")
             if value is not None and (token := backend.token_to_id(_content(value))) is not None:
                 named_ids[role] = token
-        ids: dict[str, list[int]] = {}
+        ids: dict[str, int] = {}
+        ends: list[int] = []
         # What generation_config.json says is read last, and so holds.
         for name in ("config.json", IDS_FILE):
             content = read_optional(folder / name)
@@ -146,19 +148,21 @@ class TokenizerMetadata:
                     values = [values]
                 tokens: list[int] = []
                 for value in values:
-                    if value is None:
-                        continue
                     # Old configs write -1 for no token.
-                    if type(value) is not int or not -1 <= value < 2**32:
+                    if value is None or value == -1:
+                        continue
+                    if type(value) is not int or not 0 <= value < 2**32:
                         raise ConfigError(
                             f"{folder / name}: {key} is {content[key]!r}, and must be the id of a"
                             " token, at least 0."
                         )
                     # Ids without a token, which pad a vocabulary, are left out.
-                    if value >= 0 and backend.id_to_token(value) is not None:
+                    if backend.id_to_token(value) is not None:
                         tokens.append(value)
                 if tokens:
-                    ids[role] = tokens
+                    ids[role] = tokens[0]
+                    if role == "eos":
+                        ends = tokens
         rules, rules_file = stored_rules(folder)
         template_file = folder / TEMPLATE_FILE
         template = None
@@ -167,8 +171,8 @@ class TokenizerMetadata:
         return cls(
             settings=settings,
             named_ids=named_ids,
-            ids={role: tokens[0] for role, tokens in ids.items()},
-            ends=tuple(ids.get("eos", ())),
+            ids=ids,
+            ends=tuple(ends),
             rules=rules,
             rules_file=str(rules_file),
             template=template,
@@ -224,14 +228,18 @@ def stored_rules(folder: Path) -> tuple[dict[str, Any], Path]:
     if not file.exists():
         file = folder / "config.json"
     values = read_optional(file)
-    keys = (*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES, *DRAWING)
-    # Values that constrain nothing.
-    neutral: dict[str, tuple[Any, ...]] = dict.fromkeys(keys, (None, 0, [], {}))
-    factors = ("repetition_penalty", "guidance_scale", "typical_p", *PENALTIES)
-    neutral |= dict.fromkeys(factors, (None, 1))
-    neutral |= {"forced_eos_token_id": (None, [])}
-    neutral |= dict.fromkeys(DRAWING, (None,))  # false and 0 are greedy
-    rules = {key: values[key] for key in keys if values.get(key) not in neutral[key]}
+    rules = {}
+    for key in (*RULES_TAKEN, *RULES_NOT_TAKEN, *PENALTIES, *DRAWING):
+        # Values that constrain nothing.
+        neutral: tuple[Any, ...] = (None, 0, [], {})
+        if key in FACTORS:
+            neutral = (None, 1)
+        elif key in DRAWING:  # false and 0 are greedy
+            neutral = (None,)
+        elif key == "forced_eos_token_id":
+            neutral = (None, [])
+        if values.get(key) not in neutral:
+            rules[key] = values[key]
     return rules, file
 
 
@@ -316,11 +324,11 @@ def _follow_class(backend: tokenizers.Tokenizer, settings: dict[str, Any], name:
     begins_with_space = settings.get("add_prefix_space")
     if begins_with_space is None:
         return
-    is_sentencepiece = getattr(backend.model, "byte_fallback", False)
-    if name == "LlamaTokenizer" and is_sentencepiece and not begins_with_space:
-        backend.normalizer = None
-        spell_spaces(backend, begins_with_space=False)
     if "llama" in name.lower():
+        is_sentencepiece = getattr(backend.model, "byte_fallback", False)
+        if name == "LlamaTokenizer" and is_sentencepiece and not begins_with_space:
+            backend.normalizer = None
+            spell_spaces(backend, begins_with_space=False)
         return
     steps: Any = backend.pre_tokenizer
     if not isinstance(steps, pre_tokenizers.Sequence):
@@ -341,7 +349,7 @@ def spell_spaces(backend: tokenizers.Tokenizer, begins_with_space: bool) -> None
     backend.decoder = decoders.Sequence(steps)
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path) -> None:
+def add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: Path) -> None:
     """Add the tokens of a file to the backend, and mark its special tokens, as transformers
     does."""
     listed = settings.get("added_tokens_decoder") or {}
@@ -351,21 +359,21 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], file: P
             " it."
         )
     for index, value in sorted(listed.items(), key=lambda item: int(item[0])):
-        where = f"{file}: added_tokens_decoder[{index}]"
-        token = _added_token(value, where)
+        token = _added_token(value, f"{file}: added_tokens_decoder[{index}]")
         backend.add_tokens([token])
         actual = backend.token_to_id(token.content)
         if actual != int(index):
             raise ConfigError(
-                f"{where} is {token.content!r}, which is token {actual} of tokenizer.json: the two"
-                " files do not belong together."
+                f"{file} gives {token.content!r} the id {index}, and the vocabulary beside it"
+                f" {actual}: the two files do not belong together."
             )
     special: dict[str, Any] = {}  # by where they are, for messages
     for key, value in settings.items():
         if value is None or not key.endswith("_token"):
             continue
         # Other keys may name no token: CodeLlama's fill_token is where its class splits a text.
-        if key.removesuffix("_token") not in ROLES:
+        is_role = key.removesuffix("_token") in ROLES
+        if not is_role:
             is_token = isinstance(value, str | dict)
             if not is_token or backend.token_to_id(_content(value)) is None:
                 continue
@@ -401,13 +409,12 @@ def _typed(value: Any) -> Any:
 
 
 def _added_token(value: Any, where: str, special: bool = False) -> tokenizers.AddedToken:
-    content = _content(value, where)
     flags = {}
     if isinstance(value, dict):
         flags = {name: bool(value[name]) for name in FLAGS if name in value}
     if special:
         flags["special"] = True
-    return tokenizers.AddedToken(content, **flags)
+    return tokenizers.AddedToken(_content(value, where), **flags)
 
 
 def _content(value: Any, where: str = "") -> str:

@@ -79,6 +79,7 @@ class Frame(NamedTuple):
             return None
         encoding = backend.encode(name, name if texts == 2 else None)
         slots: list[Slot] = []
+        order: list[int] = []  # of the texts
         previous = None  # the index of the text of the previous token
         for token, text, kind in zip(
             encoding.ids, encoding.sequence_ids, encoding.type_ids, strict=True
@@ -87,10 +88,9 @@ class Frame(NamedTuple):
                 slots.append(Slot(token, kind))
             elif text != previous:
                 slots.append(Slot(None, kind))
+                order.append(text)
             previous = text
-        order = [text for text in encoding.sequence_ids if text is not None]
-        text_slots = sum(slot.token is None for slot in slots)
-        if text_slots != texts or order != sorted(order):
+        if order != [*range(texts)]:
             raise ConfigError(
                 f"{origin}: its post_processor does not put each of {texts} texts once and in their"
                 " order: mend its template."
@@ -222,19 +222,19 @@ class Tokenizer:
         # capital letters and apostrophes are split otherwise than in training. A model of this
         # architecture that was trained with another tokenizer lacks the token [INST].
         model_type = read_optional(file.with_name("config.json")).get("model_type")
-        if model_type in MISTRAL_TYPES and backend.token_to_id("[INST]") is not None:
-            words = json.loads(backend.to_str())["pre_tokenizer"]
-            if word_pattern({"pre_tokenizer": words}) == "llama3":
-                name = repr(str(file.parent))
-                warnings.warn(
-                    f"{file} splits text by the pattern of Llama 3, which transformers wrote"
-                    " for Mistral's models by mistake, so that the model reads other tokens"
-                    " than it was trained on. Write the right pattern with transformers:"
-                    f" AutoTokenizer.from_pretrained({name},"
-                    f" fix_mistral_regex=True).save_pretrained({name}).",
-                    stacklevel=2,
-                )
-        return cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
+        tokenizer = cls(backend, str(file), TokenizerMetadata.read(file.parent, backend))
+        is_tekken = model_type in MISTRAL_TYPES and backend.token_to_id("[INST]") is not None
+        if is_tekken and word_pattern(tokenizer.encoder.spec()) == "llama3":
+            name = repr(str(file.parent))
+            warnings.warn(
+                f"{file} splits text by the pattern of Llama 3, which transformers wrote for"
+                " Mistral's models by mistake, so that the model reads other tokens than it was"
+                " trained on. Write the right pattern with transformers:"
+                f" AutoTokenizer.from_pretrained({name},"
+                f" fix_mistral_regex=True).save_pretrained({name}).",
+                stacklevel=2,
+            )
+        return tokenizer
 
     @classmethod
     def of_gguf(cls, metadata: Mapping[str, Any], origin: str) -> "Tokenizer":
@@ -283,9 +283,8 @@ class Tokenizer:
         if file.name == TOKENIZER_FILE:
             added = self._backend.get_added_tokens_decoder()
             names = {}
-            for role in ROLES:
-                token = self._roles.get(role)
-                if token in added:
+            for role, token in self._roles.items():
+                if role in ROLES and token in added:
                     names[role] = added[token].content
             ids = self.ids()
             # Where there are rules, transformers takes no ids from config.json, so all are written.
@@ -315,8 +314,7 @@ class Tokenizer:
         self, texts: Sequence[str], special_tokens: bool | None = None
     ) -> list[list[int]]:
         """Return the token ids of each text, as `encode` gives them, computed on all cores."""
-        reads_names = self._reads_names if special_tokens is None else special_tokens
-        before, after = self._template if reads_names else ([], [])
+        reads_names, before, after = self._reading(special_tokens)
         rows = self.encoder.rows(texts, reads_names)
         return [[*before, *row.tolist(), *after] for row in rows]
 
@@ -333,16 +331,25 @@ class Tokenizer:
         It takes little memory where text is split as by GPT-2 or Llama 3. Other tokenizers, such as
         SentencePiece's, need all of the text at once.
         """
-        reads_names = self._reads_names if special_tokens is None else special_tokens
-        yield from self.prefix if reads_names else ()
+        reads_names, before, after = self._reading(special_tokens)
+        yield from before
         for row in self.encoder.stream(iterable, reads_names):
             yield from row.tolist()
-        yield from self.suffix if reads_names else ()
+        yield from after
+
+    def _reading(self, special_tokens: bool | None) -> tuple[bool, list[int], list[int]]:
+        """Return whether names of special tokens are read, and what is then around a text."""
+        if special_tokens is None:
+            special_tokens = self._reads_names
+        if special_tokens:
+            return True, self.prefix, self.suffix
+        return False, [], []
 
     def decode(self, ids: IdSequence, skip_special_tokens: bool | None = None) -> str:
         """Return the text of token ids; bytes that are not UTF-8 become replacement characters."""
-        skip = not self._reads_names if skip_special_tokens is None else skip_special_tokens
-        text = str(self._backend.decode([int(token) for token in ids], skip_special_tokens=skip))
+        if skip_special_tokens is None:
+            skip_special_tokens = not self._reads_names
+        text = str(self._backend.decode([*map(int, ids)], skip_special_tokens=skip_special_tokens))
         if self._cleans:
             for spaced in SPACED:
                 text = text.replace(spaced, spaced.strip())
@@ -376,11 +383,12 @@ class Tokenizer:
             if "eos" in self._roles:
                 name = self._backend.id_to_token(self._roles["eos"])
             frame = Frame.of(self.encoder.marking, name or "a", texts, self.origin)
-            for slot in frame.slots if frame else ():
-                if slot.token is not None and slot.token >= self.vocab_size:
+            if frame:
+                largest = max(slot.token or 0 for slot in frame.slots)
+                if largest >= self.vocab_size:
                     raise ConfigError(
-                        f"{self.origin}: its post_processor adds the id {slot.token}, and its"
-                        f" tokens are {self.vocab_size}: restore it."
+                        f"{self.origin}: its post_processor adds the id {largest}, and its tokens"
+                        f" are {self.vocab_size}: restore it."
                     )
             self._frames[texts] = frame
         return self._frames[texts]

@@ -202,7 +202,7 @@ REFUSED = [
     ("mpt", dict(expansion_ratio=3), "expansion_ratio=3"),
     ("gptj", dict(rotary_dim=None), "rotary_dim=null"),
     ("gptj", dict(n_embd=24, n_head=4, rotary_dim=8), "rotary_dim=8"),
-    ("gpt_neo", dict(num_layers=3), "attention_types=null"),
+    ("gpt_neo", dict(num_layers=3), r"attention_types=\[\[\[.global"),
     ("gpt_neo", dict(attention_types=[[["global", "sparse"], 12]]), "attention_types"),
     ("gpt_neo", dict(attention_types=[["global", 24]]), "attention_types"),
     ("gpt_neo", dict(attention_types=[[["global"], 10**9]]), "attention_types"),

@@ -267,8 +267,11 @@ WRONG = {
         ({"pad_token": {"lstrip": True}}, r"pad_token is .*: a token is its text"),
         ({"extra_special_tokens": ["<none>"]}, r"special_tokens\[0\] is '<none>', which is not in"),
         ({"additional_special_tokens": 5}, r"additional_special_tokens is 5, and must be a list"),
-        (added("9", "</s>"), r"added_tokens_decoder\[9\] is '</s>', which is token 2 of"),
-        (added("100000", "<new>"), r"\[100000\] is '<new>', which is token \d+ of"),
+        (added("9", "</s>"), r"gives '</s>' the id 9, and the vocabulary beside it 2: the two"),
+        (
+            added("100000", "<new>"),
+            r"gives '<new>' the id 100000, and the vocabulary beside it \d+:",
+        ),
         ({"added_tokens_decoder": [1]}, r"added_tokens_decoder must be an object"),
     ],
     "special_tokens_map.json": [

@@ -209,7 +209,7 @@ def test_tokens_added_later_are_read_from_their_file(tmp_path: Path) -> None:
     (folder / "added_tokens.json").write_text(json.dumps({"<pad>": 900}))
     with pytest.raises(
         ConfigError,
-        match=r"added_tokens\.json: '<pad>' is 900, which does not follow the ids of vocab\.json",
+        match=r"added_tokens\.json gives '<pad>' the id 900, and the vocabulary beside it \d+:",
     ):
         Tokenizer.load(folder)
 
@@ -231,7 +231,9 @@ def test_files_of_another_tokenizer_or_damaged_ones_are_refused(tmp_path: Path) 
     (folder / "merges.txt").write_text(
         "\n".join([*lines[:5], "only", *lines[5:]]), encoding="utf-8"
     )
-    with pytest.raises(ConfigError, match=r"merges\.txt, line 6: 'only' is no merge"):
+    with pytest.raises(
+        ConfigError, match=r"merges\.txt holds no merges .*invalid at line 5.*: restore the two"
+    ):
         Tokenizer.load(folder)
     (folder / "vocab.json").write_text('{"a": "b"}')
     with pytest.raises(ConfigError, match=r"vocab\.json must be an object from tokens to ids"):
