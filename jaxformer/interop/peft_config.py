@@ -122,7 +122,7 @@ def read_settings(directory: Path) -> PeftSettings:
         keys[key] = value
     for key in values.keys() - READ_KEYS.keys() - {*NEUTRAL_KEYS.split()}:
         if values[key] not in (None, False, {}, []):
-            raise _unsupported(path, key, values[key], "null or false")
+            raise _unsupported(path, key, values[key], "false or null")
     initial = str(values.get("init_lora_weights", True)).lower()
     if initial.startswith(BASE_CHANGES):
         raise ConfigError(

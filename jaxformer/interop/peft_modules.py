@@ -172,7 +172,7 @@ def parameter_modules(parameters: Sequence[str], adapted: Collection[str]) -> di
         if name in adapted:
             names[name] = module + ".base_layer" * outer[module]
             outer[module] += 1
-    return names
+    return dict(reversed(names.items()))
 
 
 def _in_class(name: str) -> str:

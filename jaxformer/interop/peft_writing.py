@@ -106,11 +106,13 @@ def save_adapter(
     modules: dict[str, PeftModule] = {}
     parameters: dict[str, PeftModule] = {}  # of experts, routers and what peft takes for experts
     for name, tensor in layout.parameters.items():
-        if parameter := _module_of(tensor, leaves):
-            parameters[name] = parameter
+        if module := _module_of(tensor, leaves):
+            parameters[name] = module
     for name, tensor in layout.modules.items():
+        if f"{name}.weight" in layout.parameters:
+            continue
         module = _module_of(tensor, leaves)
-        if not module or f"{name}.weight" in layout.parameters:
+        if not module:
             continue
         if obstacle := layout.obstacle(tensor):
             raise ConfigError(
@@ -134,9 +136,7 @@ def save_adapter(
         name_a, name_b = matrix_names(module.tensor)
         tensors[f"{PREFIX}{names[name]}.{name_a}"] = module.lora_a
         tensors[f"{PREFIX}{names[name]}.{name_b}"] = module.lora_b
-    stored = {}
-    for name in sorted(tensors):
-        stored[name] = as_stored(name, tensors[name], jnp.dtype(dtype))
+    stored = {name: as_stored(name, tensors[name], jnp.dtype(dtype)) for name in sorted(tensors)}
     settings = _settings(config, layout, modules, parameters, saved_modules)
     settings["base_model_name_or_path"] = str(base) or None
     settings["lora_dropout"] = 0.0
@@ -157,8 +157,9 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
     at the end are left out."""
     experts = tensor.experts or 1
     layer = tensor.entry[:1]
-    adapters: dict[int, tuple[np.ndarray, np.ndarray, float]] = {}
-    ranks: dict[int, int] = {}
+    # By the index of the leaf: a [E, inputs, R] and b [E, R, outputs], where E is 1 without
+    # experts; the scale, and the number of components that are not zero.
+    adapters: dict[int, tuple[np.ndarray, np.ndarray, float, int]] = {}
     for index, path in enumerate(tensor.paths):
         leaf = leaves[path]
         if not isinstance(leaf, LowRank):
@@ -166,30 +167,26 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
         a, b, scale = (np.asarray(x[layer], np.float32) for x in (leaf.a, leaf.b, leaf.scale))
         if not scale:  # of a layer that the adapter leaves out
             continue
-        # a [E, inputs, R] and b [E, R, outputs]; E is 1 where there are no experts.
         a = a.reshape(experts, -1, a.shape[-1])
         b = b.reshape(experts, a.shape[-1], -1)
         used = a.any((0, 1)) | b.any((0, 2))
-        ranks[index] = int(np.max(np.flatnonzero(used), initial=0)) + 1
-        adapters[index] = a, b, float(scale)
+        rank = int(np.max(np.flatnonzero(used), initial=0)) + 1
+        adapters[index] = a, b, float(scale), rank
     if not adapters:
         return None
-    first, _, module_scale = next(iter(adapters.values()))
-    is_shared = all(np.array_equal(a, first) for a, _, _ in adapters.values())
+    first, _, module_scale, _ = next(iter(adapters.values()))
+    is_shared = all(np.array_equal(a, first) for a, _, _, _ in adapters.values())
     if is_shared:
-        ranks = dict.fromkeys(ranks, max(ranks.values()))
-        module_a = first[..., : max(ranks.values())]
+        module_a = first[..., : max(rank for _, _, _, rank in adapters.values())]
     else:
         # a is [a_q a_k a_v] then, and each b lies in the rows of its own a.
-        parts = [a[..., : ranks[index]] for index, (a, _, _) in adapters.items()]
-        module_a = np.concatenate(parts, -1)
+        module_a = np.concatenate([a[..., :rank] for a, _, _, rank in adapters.values()], -1)
     bs = []
     row = 0
     for index, spec in enumerate(tensor.specs):
         module_b = np.zeros((experts, module_a.shape[-1], spec.fan_out), np.float32)
         if index in adapters:
-            _, leaf_b, leaf_scale = adapters[index]
-            rank = ranks[index]
+            _, leaf_b, leaf_scale, rank = adapters[index]
             # One module has one scale: another leaf's goes into its b.
             factor = np.float32(leaf_scale / module_scale)
             module_b[:, row : row + rank] = leaf_b[:, :rank] * factor
@@ -246,7 +243,11 @@ def _targets(adapted: Iterable[str], modules: Iterable[str], names: int = 1) -> 
     def end(name: str) -> str:
         return ".".join(name.split(".")[-names:])
 
-    others = {end(name) for name in modules if name not in adapted}
-    targets = {end(name) for name in adapted} - others
-    targets |= {name for name in adapted if end(name) in others}
+    others = {*map(end, {*modules} - adapted)}
+    targets = set()
+    for name in adapted:
+        if end(name) in others:
+            targets.add(name)
+        else:
+            targets.add(end(name))
     return sorted(targets)

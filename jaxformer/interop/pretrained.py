@@ -126,15 +126,17 @@ def load_pretrained(
         sharding = placement(mesh, spec.shape, spec.axes)
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            try:
-                # The file may hold infinities itself.
-                with np.errstate(over="raise"):
-                    return read_leaf(path, index, jnp.dtype(dtype))
-            except FloatingPointError:
+            numbers = read_leaf(path, index, jnp.dtype(dtype))
+            if dtype != "float16":
+                return numbers
+            beyond = np.isinf(numbers)
+            # The file may hold infinities itself.
+            if beyond.any() and np.isfinite(read_leaf(path, index, np.dtype("f4"))[beyond]).any():
                 raise ConfigError(
-                    f"{opened.path}: {path} has values beyond the range of {dtype}: load it as"
+                    f"{opened.path}: {path} has values beyond the range of float16: load it as"
                     " bfloat16 or float32."
-                ) from None
+                )
+            return numbers
 
         array = _placed(read, spec, sharding, dtype)
         if quantize is None or not is_quantized(spec, quantize):

@@ -140,9 +140,10 @@ def projections(
 ) -> tuple[TensorRow, ...]:
     """Return the matrices of an attention below `hf`, each by itself: q, k and v with this `end`,
     and `out`."""
-    names = {f"q{end}": "q", f"k{end}": "k", f"v{end}": "v", out: "out"}
-    pairs = [linear(f"{hf}.{name}", f"{path}.{leaf}") for name, leaf in names.items()]
-    return tuple(itertools.chain.from_iterable(pairs))
+    rows = linear(f"{hf}.{out}", f"{path}.out")
+    for leaf in ("q", "k", "v"):
+        rows += linear(f"{hf}.{leaf}{end}", f"{path}.{leaf}")
+    return rows
 
 
 def output(hf: str, path: str) -> tuple[TensorRow, ...]:
@@ -165,20 +166,22 @@ def block(
     """Return the rows of a layer: the name below `prefix` of the module of each leaf of attention
     and feed-forward (q, k, v, out, gate, up, down; qkv and gate_up are several in one), and of each
     norm. `stack` begins the paths of the encoder of two stacks."""
-    pairs = []
+    rows: tuple[TensorRow, ...] = ()
     for leaf, name in modules.items():
         if leaf.endswith("norm"):
-            pairs.append(norm(prefix + name, f"{stack}blocks.{leaf}"))
+            rows += norm(prefix + name, f"{stack}blocks.{leaf}")
         else:
             sublayer = "attention" if leaf in ("q", "k", "v", "out") else "ffn"
             leaves = FUSED_LEAVES.get(leaf, f"{stack}blocks.{sublayer}.{leaf}")
-            pairs.append(linear(prefix + name, leaves, transform))
-    return tuple(itertools.chain.from_iterable(pairs))
+            rows += linear(prefix + name, leaves, transform)
+    return rows
 
 
 def with_rows(rows: Iterable[TensorRow], *others: TensorRow) -> tuple[TensorRow, ...]:
     """Return the rows with `others` in the place of those with a leaf of theirs."""
-    replaced = {path for row in others for path in row.paths}
+    replaced: set[str] = set()
+    for row in others:
+        replaced.update(row.paths)
     return *(row for row in rows if replaced.isdisjoint(row.paths)), *others
 
 
@@ -220,8 +223,8 @@ def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
     for row in rows:
         name, _, transform = row
         first = table.get(row.paths[0])
-        # The leaves of each tensor, and its index in them; none in a leaf without layers.
-        places: list[tuple[tuple[str, ...], int | None]] = [(row.paths, None)]
+        # The leaves of each tensor, and the entry of its layer in them.
+        places: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
         if first is None:
             # Where layers differ, each kind has a tree.
             stack, _, _ = row.paths[0].partition("blocks.")
@@ -229,40 +232,43 @@ def tensors(rows: Iterable[TensorRow], specs: Specs) -> list[Tensor]:
             for path, spec in table.items():
                 if match := re.match(rf"{re.escape(stack)}blocks\.(\d+)\.", path):
                     depths[int(match[1])] = spec.shape[0]
-            places = []
             for tree, index in layer_order([depths[tree] for tree in range(len(depths))]):
                 paths = tuple(path.replace("blocks.", f"blocks.{tree}.", 1) for path in row.paths)
-                places.append((paths, index))
+                places.append((paths, (index,)))
         elif first.is_stacked:
             # A leaf stacks its layers, [L, ...], and a file has a tensor for each.
-            places = [(row.paths, layer) for layer in range(first.shape[0])]
-        for layer, (paths, place) in enumerate(places):
+            places += [(row.paths, (layer,)) for layer in range(first.shape[0])]
+        else:
+            places.append((row.paths, ()))
+        for layer, (paths, entry) in enumerate(places):
             if not all(path in table for path in paths):
                 continue
             first = table[paths[0]]
-            layers = () if place is None else (place,)
-            has_tensor_of_each = name.count("{}") > 1
             # Of one matrix or vector of a leaf that stacks them on its first axes.
-            depth = 2 if has_tensor_of_each else len(first.batch) * len(layers)
+            depth = len(first.batch) * len(entry)
+            entries = [entry]
+            experts = 0
+            if name.count("{}") > 1:
+                depth = 2
+                entries = [(*entry, expert) for expert in range(first.shape[1])]
+            elif "experts" in first.batch:
+                experts = first.shape[1]
             entry_specs = tuple(
-                replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
-                for spec in map(table.__getitem__, paths)
+                replace(table[path], shape=table[path].shape[depth:], axes=table[path].axes[depth:])
+                for path in paths
             )
-            if has_tensor_of_each:
-                for e in range(first.shape[1]):
-                    entry = (*layers, e)
-                    plan.append(Tensor(name.format(layer, e), paths, entry, entry_specs, transform))
-            else:
-                experts = first.shape[1] if "experts" in first.batch else 0
-                tensor_name = name.format(layer)
-                plan.append(Tensor(tensor_name, paths, layers, entry_specs, transform, experts))
+            for place in entries:
+                tensor_name = name.format(layer, *place[1:])
+                plan.append(Tensor(tensor_name, paths, place, entry_specs, transform, experts))
     return plan
 
 
 def paths_without_tensor(plan: Iterable[Tensor], specs: Specs) -> list[str]:
     """Return the leaves that no tensor of a plan holds."""
-    with_tensor = {path for tensor in plan for path in tensor.paths}
-    return [path for path in spec_rows(specs) if path not in with_tensor]
+    paths = {*spec_rows(specs)}
+    for tensor in plan:
+        paths.difference_update(tensor.paths)
+    return sorted(paths)
 
 
 def _empty(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
@@ -292,22 +298,24 @@ def leaf_reader(
     table.
     """
     table = spec_rows(specs)
-    # The tensor with an entry of a leaf, or with all experts of it; and the length of an entry's
-    # index, which is that of a layer and that of an expert.
+    # The tensor with an entry of a leaf, which is that of a layer and of an expert; and the length
+    # of such an entry.
     tensor_with: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     depths: dict[str, int] = {}
     for tensor in plan:
+        entries = [tensor.entry]
+        if tensor.experts:
+            entries = [(*tensor.entry, expert) for expert in range(tensor.experts)]
         for path in tensor.paths:
-            tensor_with[path, tensor.entry] = tensor
-            depths[path] = len(tensor.entry) + bool(tensor.experts)
+            depths[path] = len(entries[0])
+            tensor_with |= dict.fromkeys([(path, entry) for entry in entries], tensor)
 
     def read_entry(path: str, entry: tuple[int, ...]) -> np.ndarray:
-        if tensor := tensor_with.get((path, entry)):
-            values = read(names[tensor.name], slice(None))
+        tensor = tensor_with[path, entry]
+        if tensor.experts:
+            (values,) = read(names[tensor.name], slice(entry[-1], entry[-1] + 1))
         else:
-            *layer, expert = entry
-            tensor = tensor_with[path, tuple(layer)]
-            (values,) = read(names[tensor.name], slice(expert, expert + 1))
+            values = read(names[tensor.name], slice(None))
         return tensor.transform.split(values, tensor.specs)[tensor.paths.index(path)]
 
     def read_leaf(path: str, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:

@@ -290,7 +290,7 @@ WRONG = {  # changes of an adapter_config.json, and words of the message
     "another method": (dict(peft_type="IA3"), r'peft_type="IA3" is not supported; .*"LORA"'),
     "DoRA": (dict(use_dora=True), "use_dora=true is not supported; supported: false"),
     "biases": (dict(bias="lora_only"), r'bias="lora_only" is not supported; supported: "none"'),
-    "layers twice": (dict(layer_replication=[[0, 2]]), "layer_replication=.*supported: null"),
+    "layers twice": (dict(layer_replication=[[0, 2]]), "layer_replication=.*false or null"),
     "single tokens": (dict(trainable_token_indices=[3]), "trainable_token_indices"),
     "of the future": (dict(use_something={"rate": 2}), r'use_something=\{"rate": 2\}'),
     "a base that changed": (dict(init_lora_weights="pissa_niter_4"), "initial_model_for_weight"),

@@ -10,7 +10,7 @@ from pretrained_variants import FURTHER_VARIANTS, VARIANTS
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.interop.pretrained import pretrained_config
+from jaxformer.interop.pretrained import open_pretrained, pretrained_config
 from jaxformer.interop.tensor_files import INDEX
 from jaxformer.tokenizer.makers import train_bpe_tokenizer
 
@@ -41,17 +41,17 @@ def base(tmp_path: Path) -> Path:
 @each([name for name in VARIANTS if name != "mt5 untied"], slow=FURTHER_VARIANTS - {"mt5 untied"})
 def test_config_json_alone_says_what_the_model_is(name: str, tmp_path: Path) -> None:
     shutil.copy(directory(name) / "config.json", tmp_path)
-    found = pretrained_config(tmp_path, weights=False)
-    assert found == pretrained_config(directory(name)) == pretrained_config(directory(name), False)
+    found = pretrained_config(tmp_path)
+    assert found == pretrained_config(directory(name)) == open_pretrained(directory(name)).config
 
 
 def test_names_in_the_index_are_those_of_the_tensors(tmp_path: Path) -> None:
     config = SIZES | {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not pretrained_config(tmp_path, weights=False).head.pooler
+    assert not pretrained_config(tmp_path).head.pooler
     names = {"bert.pooler.dense.weight": "model-00001-of-00001.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
-    assert pretrained_config(tmp_path, weights=False).head.pooler
+    assert pretrained_config(tmp_path).head.pooler
 
 
 @pytest.mark.parametrize(
