@@ -23,14 +23,15 @@ from jaxformer.models.transformer import specs as model_specs
 
 # Every family that these files define, in this order: a new one is listed nowhere else. The first
 # that is exactly a config is written, so the plainer one of two relatives is defined first.
-HF_FAMILIES = [
-    family
-    for file in (llama, gpt, experts, encoders, encoder_decoders)
-    for family in vars(file).values()
-    if isinstance(family, Family)
-]
-ARCHITECTURES = {name: family for family in HF_FAMILIES for name in family.architectures}
-BASES = {name: next(iter(family.architectures)) for family in HF_FAMILIES for name in family.bases}
+HF_FAMILIES: list[Family] = []
+ARCHITECTURES: dict[str, Family] = {}
+BASES: dict[str, str] = {}  # the first architecture, by the classes without a head
+for _file in (llama, gpt, experts, encoders, encoder_decoders):
+    for _family in vars(_file).values():
+        if isinstance(_family, Family):
+            HF_FAMILIES.append(_family)
+            ARCHITECTURES |= dict.fromkeys(_family.architectures, _family)
+            BASES |= dict.fromkeys(_family.bases, next(iter(_family.architectures)))
 OBSTACLES_SHOWN = 6
 # Settings of configs that are compared: how a model is computed and trained, whatever it computes.
 COMPUTATION: Mapping[str, Any] = {
@@ -55,22 +56,21 @@ def read_architecture(path: Path, values: Mapping[str, Any]) -> tuple[Family, st
         names = [BASES.get(str(name), str(name)) for name in listed]
     if not listed and len(of_type) == 1:
         names = of_type
-    name = next((name for name in names if name in ARCHITECTURES), "")
-    # The tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so
-    # nothing later would notice that a model is computed as another.
-    if not name or model_type not in (None, ARCHITECTURES[name].model_type):
-        if of_type:
-            allowed = f"{model_type} has {', '.join(of_type)}"
-        else:
-            types = (f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES)
-            allowed = f"supported model types are {', '.join(types)}"
-        raise ConfigError(
-            f"{path} has model_type={json.dumps(model_type)} and"
-            f" architectures={json.dumps(listed)[:200]}, which are no model type that is supported"
-            f" and a list with a class of it: {allowed}. Download config.json again if it was"
-            " edited."
-        )
-    return ARCHITECTURES[name], name
+    for name in names:
+        # The tensors of near relatives, such as Gemma and Llama, have the same names and shapes, so
+        # nothing later would notice that a model is computed as another.
+        if name in ARCHITECTURES and model_type in (None, ARCHITECTURES[name].model_type):
+            return ARCHITECTURES[name], name
+    if of_type:
+        allowed = f"{model_type} has {', '.join(of_type)}"
+    else:
+        types = (f"{row.model_type} ({next(iter(row.architectures))})" for row in HF_FAMILIES)
+        allowed = f"supported model types are {', '.join(types)}"
+    raise ConfigError(
+        f"{path} has model_type={json.dumps(model_type)} and"
+        f" architectures={json.dumps(listed)[:200]}, which are no model type that is supported and"
+        f" a list with a class of it: {allowed}. Download config.json again if it was edited."
+    )
 
 
 @functools.lru_cache(maxsize=8)

@@ -19,10 +19,10 @@ from jaxformer.interop.fields import (
     IgnoredKeys,
     Key,
     KeyMapping,
+    KeyRule,
     Keys,
     KeyTable,
     Present,
-    Rule,
     Windows,
     fixed,
     keys,
@@ -173,7 +173,7 @@ M2M100 = bart_like(
     SINUSOIDAL,
     Constant({"embedding.sinusoids": "half_closed"}),
     # The first token has the position pad_token_id + 1.
-    Rule(
+    KeyRule(
         lambda hf: {"embedding.position_offset": hf.whole("pad_token_id", 1, least=0) + 1},
         lambda config: {"pad_token_id": config.embedding.position_offset - 1},
     ),
@@ -194,7 +194,7 @@ T5_FEED_FORWARD = {**PLAIN, "gated-gelu": "geglu_tanh"} | {
 }
 
 
-def t5_head(has_scale: bool) -> Rule:
+def t5_head(has_scale: bool) -> KeyRule:
     """Return the row of the output layer.
 
     tie_word_embeddings ties it, and its input is then divided by sqrt(d_model) (T5 1.0). In
@@ -217,7 +217,7 @@ def t5_head(has_scale: bool) -> Rule:
             keys["scale_decoder_outputs"] = config.head.scale == "rsqrt"
         return keys
 
-    return Rule(read, write)
+    return KeyRule(read, write)
 
 
 def t5_shared_fields(activation: str) -> tuple[KeyMapping, ...]:
@@ -238,8 +238,10 @@ def t5_stack(side: str, stack: str, config: ModelConfig) -> tuple[TensorRow, ...
     """Return the rows of one stack; `stack` begins its paths in the params."""
     layer = f"{side}.block.{{}}.layer."
     # Behind attention, in a decoder also to the source.
-    ffn = "1" if side == "encoder" else "2"
-    up = "wi_1" if config.gated else "wi"
+    ffn = STACKS.index(side) + 1
+    up = "wi"
+    if config.gated:
+        up = "wi_1"
     bias_name = "0.SelfAttention.relative_attention_bias.weight"
     return (
         *projections(f"{layer}0.SelfAttention", "o", f"{stack}blocks.attention", end=""),
@@ -413,7 +415,7 @@ T5GEMMA = Family(
     {"T5GemmaForConditionalGeneration": {}},
     (
         Constant({"family": "encoder_decoder", "embedding.source": "separate"}),
-        Rule(read_both_stacks, written_both_stacks),
+        KeyRule(read_both_stacks, written_both_stacks),
         # The tables of the stacks have it.
         AliasKey("vocab_size", "decoder.vocab_size", "vocab_size"),
         Dropout("dropout_rate attention_dropout"),

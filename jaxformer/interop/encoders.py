@@ -19,9 +19,9 @@ from jaxformer.interop.fields import (
     IgnoredKeys,
     Key,
     KeyMapping,
+    KeyRule,
     Keys,
     Present,
-    Rule,
     Windows,
     fixed,
     keys,
@@ -259,7 +259,7 @@ def read_offset_positions(hf: HFConfig) -> ConfigFields:
 
 
 # The first token has position pad_token_id + 1 of a table of max_position_embeddings rows.
-OFFSET_POSITIONS = Rule(
+OFFSET_POSITIONS = KeyRule(
     read_offset_positions,
     lambda config: {
         "pad_token_id": config.embedding.position_offset - 1,
@@ -683,7 +683,7 @@ DEBERTA = encoder_like(
     (
         *keys(SIZES, type_vocab_size=0, layer_norm_eps=1e-7),
         DivisibleHeads(),
-        Rule(read_disentangled_positions, written_disentangled_positions),
+        KeyRule(read_disentangled_positions, written_disentangled_positions),
         *fixed(conv_kernel_size=0),
         FixedKey("legacy", (True, False)),
         Choice("hidden_act", "activation", PLAIN, "gelu"),

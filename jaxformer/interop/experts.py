@@ -18,9 +18,9 @@ from jaxformer.interop.fields import (
     IgnoredKeys,
     Key,
     KeyMapping,
+    KeyRule,
     Keys,
     OptionalKey,
-    Rule,
     Windows,
     fixed,
     keys,
@@ -93,7 +93,7 @@ EXPERT_PARAMETERS = (
 )
 
 
-def balance_loss(default: float) -> Rule:
+def balance_loss(default: float) -> KeyRule:
     """Return the weight of the balance loss. The loss of transformers counts every expert that a
     token is routed to, and so is as many times that of `experts.balance_loss`."""
     key = "router_aux_loss_coef"
@@ -106,7 +106,7 @@ def balance_loss(default: float) -> Rule:
         weight = config.experts.balance_loss / config.experts.per_token
         return {key: float(f"{weight:.9g}")}
 
-    return Rule(read, write)
+    return KeyRule(read, write)
 
 
 def read_sparse_layers(hf: HFConfig) -> ConfigFields:
@@ -182,7 +182,7 @@ QWEN3_MOE = decoder_like(
         *SIZES_OF_ALL,
         Key("moe_intermediate_size", "experts.d_ff", 768),
         *routed("num_experts"),
-        Rule(read_sparse_layers, written_sparse_layers),
+        KeyRule(read_sparse_layers, written_sparse_layers),
         RENORMALIZED,
         HEAD_NORM,
         *USUAL,
@@ -401,7 +401,7 @@ DEEPSEEK_V3 = decoder_like(
         Key("v_head_dim", "attention.value_dim", 128),
         Length(),
         Dropout("attention_dropout"),
-        Rule(read_latent_heads, written_latent_heads),
+        KeyRule(read_latent_heads, written_latent_heads),
         DenseLayers(
             (
                 Constant(
@@ -414,7 +414,7 @@ DEEPSEEK_V3 = decoder_like(
                 Key("n_routed_experts", "experts.n", 256, instead="num_local_experts"),
                 Key("num_experts_per_tok", "experts.per_token", 8),
                 Key("moe_intermediate_size", "experts.d_ff", 2048),
-                Rule(
+                KeyRule(
                     read_shared_experts,
                     lambda config: {
                         "n_shared_experts": config.experts.shared_ff // config.expert_width

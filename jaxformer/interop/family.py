@@ -83,10 +83,11 @@ class Family:
     def read(self, hf: HFConfig, architecture: str) -> ModelConfig:
         """Return the config of a config.json."""
         for key, allowed in REQUIRED.items():
-            if key != QUANTIZATION:
-                hf.only(key, allowed)
-            elif quantization_method(hf.values) not in self.packed:
-                hf.only(key, (*allowed, *({"quant_method": name} for name in self.packed)))
+            if key == QUANTIZATION:
+                allowed += tuple({"quant_method": name} for name in self.packed)
+                if quantization_method(hf.values) in self.packed:
+                    continue
+            hf.only(key, allowed)
         config_fields: ConfigFields = {}
         # What a later row says holds: the families put their own behind those of their relatives.
         for row in self.fields:
@@ -99,7 +100,11 @@ class Family:
 
     def keys(self) -> dict[str, str]:
         """Return the key of each field that has one key."""
-        return {row.field: row.hf for row in self.fields if isinstance(row, (Key, Choice))}
+        names = {}
+        for row in self.fields:
+            if isinstance(row, Key | Choice):
+                names[row.field] = row.hf
+        return names
 
     def write(self, config: ModelConfig, architecture: str) -> dict[str, Any]:
         """Return the keys of a config."""

@@ -26,7 +26,10 @@ TYPES = {name: type(default) for name, default in flat(ModelConfig()).items()}
 
 def by_hf_name(names: Mapping[str, str]) -> dict[str, str]:
     """Return the value here of each name in transformers, from the names of each value here."""
-    return {hf: value for value, group in names.items() for hf in group.split()}
+    values = {}
+    for value, group in names.items():
+        values |= dict.fromkeys(group.split(), value)
+    return values
 
 
 PLAIN = by_hf_name(
@@ -42,9 +45,10 @@ PLAIN = by_hf_name(
 )
 # The gated activation here whose gate has a plain one.
 GATE_NAMES = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu", "relu": "reglu"}
-GATED_NAMES = {name: GATE_NAMES[plain] for name, plain in PLAIN.items() if plain in GATE_NAMES} | {
-    "sigmoid": "glu"
-}
+GATED_NAMES = {"sigmoid": "glu"}
+for _name, _plain in PLAIN.items():
+    if _plain in GATE_NAMES:
+        GATED_NAMES[_name] = GATE_NAMES[_plain]
 
 
 # The property that has the value of a field whose default follows from others.
@@ -98,7 +102,7 @@ class KeyMapping:
 
 
 @dataclass(frozen=True)
-class Rule(KeyMapping):
+class KeyRule(KeyMapping):
     """A row by its two functions."""
 
     reads: Callable[[HFConfig], ConfigFields]
@@ -199,11 +203,11 @@ class Choice(KeyMapping):
 
     def write(self, config: ModelConfig) -> Keys:
         setting = attrgetter(self.field)(config)
-        name = self.default
+        names = [name for name, value in self.values.items() if value == setting]
         # Of several names of a setting the default is written, which every reader knows.
-        if self.values.get(name) != setting:
-            name = next((n for n, value in self.values.items() if value == setting), name)
-        return {self.hf: name}
+        if names and self.default not in names:
+            return {self.hf: names[0]}
+        return {self.hf: self.default}
 
 
 @dataclass(frozen=True)
@@ -412,7 +416,9 @@ class Windows(KeyMapping):
             raise hf.unsupported("num_hidden_layers", layers, [f"1 to {MOST_LAYERS}"])
         window = self.window(hf)
         is_full = self.usual_full_layers(hf, layers)
-        kinds = hf.get("layer_types") if self.kinds else None
+        kinds = None
+        if self.kinds:
+            kinds = hf.get("layer_types")
         if kinds is not None:
             if len(kinds) != layers or not {*kinds} <= {FULL, SLIDING}:
                 raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, SLIDING])
@@ -424,10 +430,10 @@ class Windows(KeyMapping):
 
     def window(self, hf: HFConfig) -> int:
         """Return the width of the window; 0 where no layer has one."""
-        width: int = hf.get("sliding_window", self.default_window) or 0
+        width = hf.get("sliding_window", self.default_window)
         if self.switch and not hf.flag("use_sliding_window", False):
             return 0
-        return width
+        return width or 0
 
     def usual_full_layers(self, hf: HFConfig, layers: int) -> list[bool]:
         """Return which layers have no window where layer_types does not say it."""

@@ -177,7 +177,9 @@ class GgufHead:
 
         self.content = content
         self.at = 4
-        version = self._number("I") if content[:4] == b"GGUF" else None
+        if content[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = self._number("I")
         if version not in GGUF_VERSIONS:
             # Also where the bytes of all numbers are in the order of other machines.
             raise ValueError(f"its version is {version}, and those that are read are 2 and 3")
@@ -362,11 +364,13 @@ class GgufFiles(TensorFiles):
         for key, value in self.metadata.items():
             if key.startswith(start):
                 stated[key.removeprefix(start)] = value
-        missing = [start + key for key in DECODER_KEYS if key not in stated]
+        missing = sorted(DECODER_KEYS.keys() - stated.keys())
         if "model.embed_tokens.weight" not in self.entries:
             missing.append(GGUF_EMBEDDING)
         if missing:
-            raise ConfigError(f"{path} lacks {', '.join(missing)}: download it again.")
+            raise ConfigError(
+                f"{path} lacks {', '.join(missing)} of {architecture}: download it again."
+            )
         unread = []
         # A number for each layer.
         if isinstance(stated["attention.head_count"], list):
@@ -408,7 +412,10 @@ class GgufFiles(TensorFiles):
         self, stated: Mapping[str, Any], values: Mapping[str, Any]
     ) -> dict[str, Any] | None:
         """rope_scaling of the config.json, None where RoPE is not scaled."""
-        scaling = {name: stated[key] for key, name in SCALING_METADATA.items() if key in stated}
+        scaling = {}
+        for key, name in SCALING_METADATA.items():
+            if key in stated:
+                scaling[name] = stated[key]
         kind = scaling.get("rope_type", "none")
         if ROPE_FACTORS in self.entries:
             # By what each frequency is divided, as llama.cpp's converter writes it.

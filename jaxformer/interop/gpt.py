@@ -17,9 +17,9 @@ from jaxformer.interop.fields import (
     FixedKey,
     IgnoredKeys,
     Key,
+    KeyRule,
     Keys,
     KeyTable,
-    Rule,
     Windows,
     fixed,
     keys,
@@ -180,7 +180,7 @@ GPTJ = decoder_like(
         ),
         Constant({"positions": "rope", "rope.pairing": "interleaved", "rope.theta": 10_000.0}),
         *keys("vocab_size n_positions n_embd n_layer n_head layer_norm_epsilon", n_inner=None),
-        Rule(read_rotary_width, lambda config: {"rotary_dim": config.rotated_width}),
+        KeyRule(read_rotary_width, lambda config: {"rotary_dim": config.rotated_width}),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
         *fixed(scale_attn_weights=True),
         Dropout("resid_pdrop embd_pdrop attn_pdrop"),
@@ -247,7 +247,7 @@ GPT_NEO = decoder_like(
             " layer_norm_epsilon",
             intermediate_size=None,
         ),
-        Rule(read_local_layers, written_local_layers),
+        KeyRule(read_local_layers, written_local_layers),
         Choice("activation_function", "activation", PLAIN, "gelu_new"),
         Dropout("resid_dropout embed_dropout attention_dropout"),
         # It repeats attention_types.
@@ -377,7 +377,7 @@ FALCON = decoder_like(
             ffn_hidden_size=None,
             layer_norm_epsilon=1e-5,
         ),
-        Rule(read_falcon_blocks, written_falcon_blocks),
+        KeyRule(read_falcon_blocks, written_falcon_blocks),
         Choice("activation", "activation", PLAIN, "gelu"),
         Biases({"bias": (frozenset({"qkv", "out", "ffn"}), False)}, always=frozenset({"norm"})),
         # transformers 5 adds ALiBi once or twice, depending on the kernel, rounded to bfloat16.
@@ -430,7 +430,7 @@ MPT = decoder_like(
         KeyTable(
             "attn_config",
             (
-                Rule(read_softmax_scale, written_softmax_scale),
+                KeyRule(read_softmax_scale, written_softmax_scale),
                 *fixed(alibi=True, alibi_bias_max=8),
                 FixedKey("clip_qkv", (None, 0)),
                 *fixed(

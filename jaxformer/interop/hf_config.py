@@ -89,7 +89,7 @@ class HFConfig:
     def checked_number(self, key: str, value: Any) -> int | float:
         """Return `value`, read from a key or from an entry of it. ConfigError where it is no
         number."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < inf:
+        if type(value) not in (int, float) or not abs(value) < inf:
             raise self.unsupported(key, value, ["a number"])
         return value
 
@@ -120,13 +120,13 @@ class HFConfig:
 
     def unknown(self) -> list[str]:
         """Return the keys with a value that were not read and are not known to be neutral."""
-        # A value that is empty or false changes nothing in any version that has the key.
         neutral = self.keys_read | {*NEUTRAL.split()} | REQUIRED.keys()
-        return sorted(
-            key
-            for key, value in self.values.items()
-            if key not in neutral and value not in (None, False, [], {})
-        )
+        unknown = []
+        for key in sorted(self.values.keys() - neutral):
+            # A value that is empty or false changes nothing in any version that has the key.
+            if self.values[key] not in (None, False, [], {}):
+                unknown.append(key)
+        return unknown
 
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")

@@ -15,9 +15,9 @@ from jaxformer.interop.fields import (
     IgnoredKeys,
     Key,
     KeyMapping,
+    KeyRule,
     OptionalKey,
     RotatedLayers,
-    Rule,
     Windows,
     fixed,
     keys,
@@ -227,7 +227,7 @@ COHERE = decoder_like(
         Constant({"norm": "layer", "residual": "parallel_shared"}),
         *keys(layer_norm_eps=1e-5),
         # A factor of the logits, which are divided by its inverse here.
-        Rule(
+        KeyRule(
             lambda hf: {"head.divisor": 1 / hf.positive("logit_scale", 0.0625)},
             lambda config: {"logit_scale": 1 / config.head.divisor},
         ),
@@ -307,7 +307,7 @@ GEMMA_BLOCK = (
     IgnoredKeys("hidden_act"),
     ATTENTION_BIAS,
     # A whole number n: scores are multiplied by 1 / sqrt(n).
-    Rule(
+    KeyRule(
         lambda hf: {"attention.scale": hf.positive("query_pre_attn_scalar") ** -0.5},
         lambda config: {"query_pre_attn_scalar": round(config.attention.scale**-2)},
     ),

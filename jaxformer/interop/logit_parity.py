@@ -29,12 +29,12 @@ class Comparison:
 
 def require_transformers() -> None:
     """Raise ConfigError where transformers or PyTorch is not installed."""
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"--verify runs the model in transformers too, which needs {' and '.join(missing)}: pip"
-            " install torch transformers, or leave out --verify."
-        )
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"--verify runs the model in transformers too, which needs {name}: pip install"
+                " torch transformers, or leave out --verify."
+            )
 
 
 def compare(directory: Path, params: Params, config: ModelConfig) -> Comparison:

@@ -264,10 +264,12 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
         for module in modules:
             matrices = split_matrices(module.tensor, *map(stored.read, module.names))
             layer: tuple[Any, ...] = module.tensor.entry
-            experts = (slice(None),) if module.tensor.experts else ()
-            a_index = (*layer, ..., slice(module.rank))
-            b_index = (*layer, *experts, slice(module.rank))
-            a[a_index], b[b_index] = matrices[module.tensor.paths.index(path)]
+            b_index = (*layer, slice(module.rank))
+            if module.tensor.experts:
+                b_index = (*layer, slice(None), slice(module.rank))
+            a_of_layer, b_of_layer = matrices[module.tensor.paths.index(path)]
+            a[(*layer, ..., slice(module.rank))] = a_of_layer
+            b[b_index] = b_of_layer
             scale[layer] = module.scale
         leaves[path] = dataclasses.replace(
             specs,
@@ -325,6 +327,12 @@ def learned_branches(directory: Path, config: ModelConfig) -> tuple[str, ...]:
     """Return the branches of the params of a model that its adapter has saved whole, beside those
     that it adapts."""
     modules, saved = fitted(stored_in(directory), adapter_layout(config))
-    adapted = {path for module in modules for path in module.tensor.paths}
-    paths = [path for tensor, _ in saved for path in tensor.paths if path not in adapted]
-    return tuple(dict.fromkeys(path.split(".")[0] for path in paths))
+    adapted: set[str] = set()
+    for module in modules:
+        adapted.update(module.tensor.paths)
+    branches: dict[str, None] = {}
+    for tensor, _ in saved:
+        for path in tensor.paths:
+            if path not in adapted:
+                branches[path.split(".")[0]] = None
+    return tuple(branches)

@@ -213,10 +213,11 @@ class Opened(NamedTuple):
         problems = []
         for tensor in plan:
             name = names.get(tensor.name, tensor.name)
-            entry = entries.get(name)
-            if entry and entry.shape == tensor.shape:
-                continue
-            stored = f"{list(entry.shape)} in {entry.file}" if entry else f"not in {files.listing}"
+            stored = f"not in {files.listing}"
+            if name in entries:
+                if entries[name].shape == tensor.shape:
+                    continue
+                stored = f"{list(entries[name].shape)} in {entries[name].file}"
             problems.append(f"{name}: {stored}, and config.json asks for {list(tensor.shape)}")
         for name in sorted({*entries} - {*names.values()}):
             if not any(re.search(pattern, name) for pattern in family.ignored):
@@ -297,7 +298,9 @@ def open_pretrained(location: Path) -> Opened:
             originals = matched(files.entries, (copy.of,), family.prefix, family.renamed)
             if copy.of not in originals or not files.are_equal(copy.name, originals[copy.of]):
                 config = dataclasses.replace(config, tied_head=False)
-    problem_type = read_problem_type(values, path) if config.output == "classes" else ""
+    problem_type = ""
+    if config.output == "classes":
+        problem_type = read_problem_type(values, path)
     return Opened(location, family, config, names, problem_type, files, hf.unknown())
 
 
@@ -346,17 +349,13 @@ def save_pretrained(
         )
     params = without_objective(params)
     check_params(model_specs(config), params)
-    custom = [
-        f"{path} ({type(leaf).__name__})"
-        for path, leaf in flat_leaves(params, is_custom).items()
-        if is_custom(leaf)
-    ]
-    if custom:
-        raise ConfigError(
-            "a model directory holds plain arrays, and these leaves are not arrays:"
-            f" {', '.join(custom)}. Merge each into one array first: jf.merge does it for adapters,"
-            " and jf.save_adapter writes an adapter alone."
-        )
+    for leaf_path, leaf in flat_leaves(params, is_custom).items():
+        if is_custom(leaf):
+            raise ConfigError(
+                f"a model directory holds plain arrays, and {leaf_path} is a {type(leaf).__name__}."
+                " Merge each such leaf into one array first: jf.merge does it for adapters, and"
+                " jf.save_adapter writes an adapter alone."
+            )
     if dtype is not None:
         check_dtype(dtype)
     if (directory / "config.json").is_file() and not is_pretrained(directory):
@@ -374,7 +373,9 @@ def save_pretrained(
 
     leaves = flat_leaves(params)
     plan = {tensor.name: tensor for tensor in family.tensors(config)}
-    plan |= {copy.name: plan[copy.of] for copy in family.copies(config) if copy.written}
+    for copy in family.copies(config):
+        if copy.written:
+            plan[copy.name] = plan[copy.of]
     computed = family.computed(config)
     stored = dtype or str(next(iter(leaves.values())).dtype)
     shapes = {key: (table.shape, jnp.dtype(stored)) for key, table in computed.items()}
@@ -423,7 +424,9 @@ def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelCon
     usual = config.attention.scale or config.head_width**-0.5
     factor = (config.score_scale or usual) / usual
     has_norm = config.attention.query_key_norm != "none"
-    offset = 0 if config.attention.query_key_norm == "layer" else NORMS[config.norm].offset
+    offset = NORMS[config.norm].offset
+    if config.attention.query_key_norm == "layer":
+        offset = 0
 
     def scaled(path: Any, leaf: jax.Array) -> jax.Array:
         parent, _, name = dotted(path).rpartition(".")

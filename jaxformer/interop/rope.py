@@ -81,8 +81,9 @@ class RopeKeys(KeyMapping):
         return rotation | _scaling(hf, entry, self.kinds)
 
     def write(self, config: ModelConfig) -> Keys:
-        unscaled = {"rope_type": "default"} if self.needed else None
-        keys: Keys = {self.theta[0]: config.rope.theta, "rope_scaling": unscaled}
+        keys: Keys = {self.theta[0]: config.rope.theta, "rope_scaling": None}
+        if self.needed:
+            keys["rope_scaling"] = {"rope_type": "default"}
         if self.fraction:
             keys[self.fraction[0]] = config.rope.fraction
         # Read by no layer where none has a window.
@@ -94,9 +95,11 @@ class RopeKeys(KeyMapping):
             scaling: Keys = {"rope_type": kind, "factor": config.rope.factor}
             for key, field in SCALING_KEYS.get(kind, {}).items():
                 value = value_of(config, field)
+                if isinstance(value, str):
+                    value = [*numbers_of(value)]
                 # Older readers do not know YaRN's flag, which is true in them.
                 if value is not True:
-                    scaling[key] = [*numbers_of(value)] if isinstance(value, str) else value
+                    scaling[key] = value
             if kind in SCALED_BY_ORIGINAL:
                 scaling[ORIGINAL] = config.original_length
             if self.original:

@@ -42,26 +42,30 @@ def read_pooling(directory: Path) -> Pooling:
     if not isinstance(modules, list):
         modules = [modules]
     for module in modules:
-        keys = module if isinstance(module, dict) else {}
-        kind = str(keys.get("type")).rpartition(".")[2]
-        if kind == "Pooling":
-            place = directory / str(keys.get("path")) / "config.json"
-            keys = read_object(place, ADVICE)
-            names = keys.get("pooling_mode")
-            if names is None:
-                names = [name for name, (key, _) in POOLING_KEYS.items() if keys.get(key)]
-            if not isinstance(names, list):
-                names = [names]
-            # Without any the library takes the mean.
-            name = " with ".join(map(str, names)) or "mean"
-            _, pooling = POOLING_KEYS.get(name, ("", None))
-            if pooling is None:
-                remedy = f"cls, mean and lasttoken are; {ADVICE}"
-                raise unfollowed(place, f"has the pooling {name}", remedy)
-            pools_prompt = keys.get("include_prompt") is not False
-        elif kind not in ("Transformer", "Normalize"):
-            remedy = f"Transformer, Pooling and Normalize are; {ADVICE}"
-            raise unfollowed(path, f"has the module {str(keys.get('type'))!r}", remedy)
+        if not isinstance(module, dict):
+            module = {}
+        kind = str(module.get("type"))
+        match kind.rpartition(".")[2]:
+            case "Pooling":
+                place = directory / str(module.get("path")) / "config.json"
+                keys = read_object(place, ADVICE)
+                names = keys.get("pooling_mode")
+                if names is None:
+                    names = [name for name, (key, _) in POOLING_KEYS.items() if keys.get(key)]
+                if not isinstance(names, list):
+                    names = [names]
+                # Without any the library takes the mean.
+                name = " with ".join(map(str, names)) or "mean"
+                _, pooling = POOLING_KEYS.get(name, ("", None))
+                if pooling is None:
+                    remedy = f"cls, mean and lasttoken are; {ADVICE}"
+                    raise unfollowed(place, f"has the pooling {name}", remedy)
+                pools_prompt = keys.get("include_prompt") is not False
+            case "Transformer" | "Normalize":
+                pass
+            case _:
+                remedy = f"Transformer, Pooling and Normalize are; {ADVICE}"
+                raise unfollowed(path, f"has the module {kind!r}", remedy)
     if pooling is None:
         raise ConfigError(f"{path} has no module Pooling: {ADVICE}.")
 
@@ -72,7 +76,9 @@ def read_pooling(directory: Path) -> Pooling:
                 remedy = "give the texts as it leaves them (do_lower_case: in lower case), and"
                 raise unfollowed(path, f"has {key}", f"{remedy} remove it")
     path = directory / "config_sentence_transformers.json"
-    settings: dict[str, Any] = read_object(path, ADVICE) if path.is_file() else {}
+    settings: dict[str, Any] = {}
+    if path.is_file():
+        settings = read_object(path, ADVICE)
     width = settings.get("truncate_dim")
     if width is not None:
         remedy = "take so many numbers of each vector, and set it to null"
@@ -115,9 +121,6 @@ def read_text_length(directory: Path, settings: Mapping[str, Any]) -> float | No
 def write_modules(directory: Path, pooling: str, width: int) -> None:
     """Write the modules of a model whose vectors are not the mean of the tokens, which
     sentence-transformers takes where there are none."""
-    # The names of newer files are the keys of POOLING_KEYS; written are the older ones, which every
-    # version reads.
-    (name,) = (name for name, (_, value) in POOLING_KEYS.items() if value == pooling)
     modules = [
         {
             "idx": index,
@@ -127,7 +130,9 @@ def write_modules(directory: Path, pooling: str, width: int) -> None:
         }
         for index, (kind, place) in enumerate([("Transformer", ""), ("Pooling", "1_Pooling")])
     ]
-    keys: dict[str, Any] = {key: key == POOLING_KEYS[name][0] for key, _ in POOLING_KEYS.values()}
+    # The names of newer files are the keys of POOLING_KEYS; written are the older ones, which every
+    # version reads.
+    keys: dict[str, Any] = {key: value == pooling for key, value in POOLING_KEYS.values()}
     keys["word_embedding_dimension"] = width
     write_text(directory / LISTING, json.dumps(modules, indent=2))
     (directory / "1_Pooling").mkdir(exist_ok=True)

@@ -67,8 +67,10 @@ class TensorFiles:
         self.entries: dict[str, Entry] = {}
         self.listing, files, shard_of = listed(directory, only)
         if not files:
-            others = sorted(path.name for path in directory.glob("*"))
-            others = [file for file in others if file.endswith(OTHER_WEIGHTS)]
+            others = []
+            for path in sorted(directory.glob("*")):
+                if path.name.endswith(OTHER_WEIGHTS):
+                    others.append(path.name)
             if others:
                 raise ConfigError(
                     f"{directory} has weights only in {', '.join(others)}, and only safetensors are"
@@ -179,11 +181,11 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ConfigError(
             f"{path} has no weight_map from tensor names to file names: download it again."
         )
-    outside = [shard for shard in shard_of.values() if not SHARD_NAME.fullmatch(shard)]
-    if outside:
-        raise ConfigError(
-            f"{path} places tensors elsewhere than in a *.safetensors beside it: {outside[0]!r}."
-        )
+    for shard in shard_of.values():
+        if not SHARD_NAME.fullmatch(shard):
+            raise ConfigError(
+                f"{path} places tensors elsewhere than in a *.safetensors beside it: {shard!r}."
+            )
     return shard_of
 
 
