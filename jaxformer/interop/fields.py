@@ -26,7 +26,7 @@ TYPES = {name: type(default) for name, default in flat(ModelConfig()).items()}
 
 def by_hf_name(names: Mapping[str, str]) -> dict[str, str]:
     """Return the value here of each name in transformers, from the names of each value here."""
-    values = {}
+    values: dict[str, str] = {}
     for value, group in names.items():
         values |= dict.fromkeys(group.split(), value)
     return values

@@ -12,7 +12,7 @@ and one lora_B [outputs, R E], in which the columns of the experts take turns.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,7 @@ from jaxformer.interop.tensor_table import (
     SAME,
     Tensor,
     Transform,
+    matched,
 )
 from jaxformer.models.transformer import specs as model_specs
 
@@ -58,6 +59,10 @@ class Layout:
     copies: tuple[Copy, ...]
     prefix: str
     renamed: tuple[tuple[str, str], ...]
+
+    def matched(self, names: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
+        """Return the name in the files of each expected one that they have."""
+        return matched(names, expected, self.prefix, self.renamed)
 
     def obstacle(self, tensor: Tensor) -> str:
         """Return why peft cannot adapt a module as it is adapted here; empty where it can."""

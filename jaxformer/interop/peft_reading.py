@@ -36,7 +36,7 @@ from jaxformer.interop.peft_modules import (
     split_matrices,
 )
 from jaxformer.interop.tensor_files import TensorFiles, copied_model
-from jaxformer.interop.tensor_table import Tensor, matched
+from jaxformer.interop.tensor_table import Tensor
 from jaxformer.models.transformer import specs as model_specs
 
 MATRIX = re.compile(r"(?P<module>.+)\.(?P<end>lora_(embedding_)?[AB])(\.default)?(\.weight)?")
@@ -113,12 +113,12 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
     modules = dict.fromkeys(module for module, _ in stored.matrices)
     adapted = [name for name in layout.parameters if settings.is_target_parameter(name)]
     expected = parameter_modules([*layout.parameters], adapted)
-    names = matched(modules, expected.values(), layout.prefix, layout.renamed)
+    names = layout.matched(modules, expected.values())
     for parameter, module in expected.items():
         in_file = names.get(module, module)
         adapters[parameter] = in_file, layout.parameters[parameter]
         modules.pop(in_file, None)
-    names = matched(modules, layout.modules, layout.prefix, layout.renamed)
+    names = layout.matched(modules, layout.modules)
     if unknown := sorted(modules.keys() - {*names.values()}):
         raise misfit(
             f"{first_of(unknown, 3, ', ')}: the model has no such module of its own, nor are they"
@@ -146,18 +146,17 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
         adapted_modules.append(AdaptedModule(tensor, (pair[0], pair[1]), rank, scale))
 
     copies = {copy.name: copy.of for copy in layout.copies}
-    names = matched(stored.saved, [*layout.tensors, *copies], layout.prefix, layout.renamed)
+    names = layout.matched(stored.saved, [*layout.tensors, *copies])
     if unknown := sorted(stored.saved.keys() - {*names.values()}):
         raise misfit(f"{first_of(unknown, 3, ', ')}: the model has no such tensor")
-    # Both names of one tensor in the model.
-    for pair_of_copy in copies.items():
-        values = []
-        for name in pair_of_copy:
-            if name in names:
-                values.append(stored.read(stored.saved[names[name]]))
-        # peft changes one of the two, unless it has saved both, and alike.
-        if values and not (len(values) == 2 and np.array_equal(*values)):
-            copy, of = pair_of_copy
+    # Both names of one tensor in the model: peft changes one of the two, unless it has saved both,
+    # and alike.
+    for copy, of in copies.items():
+        has_both = copy in names and of in names
+        if has_both:
+            one, other = (stored.read(stored.saved[names[name]]) for name in (copy, of))
+            has_both = np.array_equal(one, other)
+        if not has_both and not names.keys().isdisjoint((copy, of)):
             raise misfit(f"{copy} is {of}, and peft changes one of the two. {UNTIE}")
     saved = []
     for name, tensor in layout.tensors.items():

@@ -50,7 +50,7 @@ def _rows_of_leaves(groups: Callable[[Spec], int]) -> Transform:
     the last leaf. Leaves [I..., O...] have the same inputs; biases have none."""
 
     def shape(specs: LayerSpecs) -> tuple[int, ...]:
-        outputs = sum(map(_outputs, specs))
+        outputs = sum(spec.fan_out for spec in specs)
         if not specs[0].is_matrix:
             return (outputs,)
         return outputs, specs[0].fan_in
@@ -58,27 +58,20 @@ def _rows_of_leaves(groups: Callable[[Spec], int]) -> Transform:
     def split(tensor: np.ndarray, specs: LayerSpecs) -> Arrays:
         count = groups(specs[-1])
         inputs = tensor.shape[1:]
-        by_group = tensor.reshape(count, -1, *inputs)
-        ends = np.cumsum([_outputs(spec) // count for spec in specs])
-        parts = np.split(by_group, ends[:-1], axis=1)
-        matrices = [part.reshape(-1, *inputs).T for part in parts]
-        return [matrix.reshape(spec.shape) for matrix, spec in zip(matrices, specs, strict=True)]
+        ends = np.cumsum([spec.fan_out // count for spec in specs])
+        parts = np.split(tensor.reshape(count, -1, *inputs), ends[:-1], axis=1)
+        return [
+            part.reshape(-1, *inputs).T.reshape(spec.shape)
+            for part, spec in zip(parts, specs, strict=True)
+        ]
 
     def join(leaves: Arrays, specs: LayerSpecs) -> np.ndarray:
         count = groups(specs[-1])
         inputs = shape(specs)[1:]
-        matrices = [leaf.reshape(*inputs, -1).T for leaf in leaves]
-        by_group = [matrix.reshape(count, -1, *inputs) for matrix in matrices]
-        return np.concatenate(by_group, axis=1).reshape(shape(specs))
+        parts = [leaf.reshape(*inputs, -1).T.reshape(count, -1, *inputs) for leaf in leaves]
+        return np.concatenate(parts, axis=1).reshape(shape(specs))
 
     return Transform(shape, split, join)
-
-
-def _outputs(spec: Spec) -> int:
-    size = math.prod(spec.shape)
-    if spec.is_matrix:
-        return size // spec.fan_in
-    return size
 
 
 def _transposed(transform: Transform) -> Transform:
@@ -99,7 +92,7 @@ CONV = _transposed(LINEAR)  # GPT-2's Conv1D: [in, out]
 # [out, in], of each key head its queries, key and value (GPT-NeoX, BLOOM, Falcon), or its key and
 # value (DeepSeek-V3).
 BY_HEAD = _rows_of_leaves(lambda last: last.shape[-2])
-IN_TURN = _rows_of_leaves(_outputs)  # [out, in], the rows of gate and up in turn
+IN_TURN = _rows_of_leaves(lambda last: last.fan_out)  # [out, in], the rows of gate and up in turn
 INTERLEAVED = _transposed(IN_TURN)  # gpt-oss: [in, out]
 
 

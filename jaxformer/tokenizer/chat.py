@@ -90,9 +90,10 @@ def checked_messages(value: Any) -> list[Message]:
         if isinstance(content, list):
             texts = []
             for part in content:
-                if isinstance(part, Mapping) and part.get("type") in TEXT_PARTS:
-                    texts.append(part.get("text"))
-            if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+                is_text = isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
+                if is_text and isinstance(part.get("text"), str):
+                    texts.append(part["text"])
+            if len(texts) == len(content):
                 content = entries["content"] = "".join(texts)
         if not isinstance(content, str):
             raise ConfigError(
@@ -221,9 +222,8 @@ class ChatTemplate:
         self._day = None if today else TRAINING_DAY.isoformat()
         answer = self._ask("where it is compiled")
         if "wrong" in answer:
-            line = f"line {answer['line']}: " if answer["line"] else ""
             raise ConfigError(
-                f"{where} is no template of Jinja ({line}{answer['wrong']}): {ANOTHER_TEMPLATE}."
+                f"{where} is no template of Jinja ({answer['wrong']}): {ANOTHER_TEMPLATE}."
             )
         self.has_blocks: bool = answer["blocks"]
         self._names = special_names(tokenizer)
@@ -320,8 +320,10 @@ class ChatTemplate:
         no special token follows its content."""
         text = self.render([*messages, {"role": ASSISTANT, "content": PROBE}])
         after = text.rpartition(PROBE)[2].lstrip()
-        name = next((name for name in self._added if after.startswith(name)), None)
-        return None if name is None else self._added[name]
+        for name, token in self._added.items():
+            if after.startswith(name):
+                return token
+        return None
 
     def warnings(self) -> list[str]:
         """Return a warning where the learned text of an answer has no special token after its
@@ -401,10 +403,8 @@ class ChatTemplate:
     def _added(self) -> dict[str, int]:
         """The ids of the added tokens by their names, the longest first."""
         added = self.tokenizer.encoder.spec()["added_tokens"]
-        return {
-            entry["content"]: entry["id"]
-            for entry in sorted(added, key=lambda entry: -len(entry["content"]))
-        }
+        ids = {entry["content"]: entry["id"] for entry in added}
+        return {name: ids[name] for name in sorted(ids, key=len, reverse=True)}
 
     @functools.cached_property
     def _aligned(self) -> tokenizers.Tokenizer:
@@ -449,11 +449,15 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
             token = tokenizer.special(role)
             if token is not None and f"{role}_token" not in settings:
                 names[f"{role}_token"] = tokenizer.shown(token)
+    named = dict(settings)
     extra = settings.get("extra_special_tokens")
-    for key, value in {**settings, **(extra if isinstance(extra, dict) else {})}.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            names[key] = content
+    if isinstance(extra, dict):
+        named |= extra
+    for key, value in named.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str):
+            names[key] = value
     return names
 
 
@@ -463,7 +467,8 @@ def set_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
     text = read_text(file, "set tokenizer.chat_template to a file of Jinja, or leave it empty")
     name = f"tokenizer.chat_template={path}"
     ChatTemplate(text, tokenizer, name)
-    settings = {k: v for k, v in tokenizer.metadata.settings.items() if k != "chat_template"}
+    settings = dict(tokenizer.metadata.settings)
+    settings.pop("chat_template", None)
     tokenizer.metadata = replace(
         tokenizer.metadata, settings=settings, template=text, template_name=name
     )

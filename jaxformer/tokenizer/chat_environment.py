@@ -46,23 +46,22 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
     `marks` are put around what it writes in generation blocks, and `day` is what strftime_now
     shows, null for today. Without `rendering` the answer has `blocks`, which says whether the
-    template has generation blocks, or the error `wrong` and its `line`, null where the error is in
-    no single line. With it (`messages`, `tools`, the `names` of special tokens, and `cuts`) the
-    answer has `texts`: for each cut [count, prompt] that of the first `count` messages, with the
-    beginning of an answer if `prompt`. They end where the template refuses the messages, for
-    `refused`.
+    template has generation blocks, or the error `wrong`. With it (`messages`, `tools`, the `names`
+    of special tokens, and `cuts`) the answer has `texts`: for each cut [count, prompt] that of the
+    first `count` messages, with the beginning of an answer if `prompt`. They end where the template
+    refuses the messages, for `refused`.
     """
     try:
         template, has_blocks = compiled(
             question["template"], tuple(question["marks"]), question["day"]
         )
     except jinja2.TemplateSyntaxError as error:
-        return {"wrong": error.message, "line": error.lineno}
+        return {"wrong": f"line {error.lineno}: {error.message}"}
     # `serve` names the bound that these exceed.
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # from Python's parser, as for a number with too many digits
-        return {"wrong": _message(error).partition(";")[0], "line": None}
+        return {"wrong": _message(error).partition(";")[0]}
     rendering = question["rendering"]
     texts = list[str]()
     if rendering is None:
