@@ -14,16 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config.model import ModelConfig
-from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError, first_of
-from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.rope import RopeKeys
 from jaxformer.interop.tensor_files import Entry, TensorFiles
-from jaxformer.layers.positions import FREQUENCIES
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -422,11 +416,15 @@ class GgufFiles(TensorFiles):
             factors = self.read(ROPE_FACTORS)
             del self.entries[ROPE_FACTORS]
             llama3 = LLAMA3_SCALING | {"factor": float(factors.max())}
-            fields = RopeKeys().read(HFConfig({**values, "rope_scaling": llama3}))
-            config = with_settings(ModelConfig(), fields | {"head_dim": values["head_dim"]})
-            first = jnp.zeros((1, 1), int)
-            plain, scaled = (FREQUENCIES[name](config, first) for name in ("none", "llama3"))
-            expected = plain / scaled
+            # As the layer computes them, by numpy: a tokenizer is read without JAX.
+            width = values["head_dim"]
+            exponents = np.arange(0, width, 2, dtype=np.float32) / width
+            wavelengths = 2 * math.pi * values.get("rope_theta", 10_000.0) ** exponents
+            low = llama3["low_freq_factor"]
+            high = llama3["high_freq_factor"]
+            turns = llama3["original_max_position_embeddings"] / wavelengths
+            smooth = np.clip((turns - low) / (high - low), 0, 1)
+            expected = 1 / ((1 - smooth) / llama3["factor"] + smooth)
             is_llama3 = expected.shape == factors.shape and np.allclose(factors, expected)
             if kind == "none" and is_llama3:
                 return llama3
