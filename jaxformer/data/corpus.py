@@ -1,9 +1,8 @@
 """From settings to rows ready for training: finds or builds the tokenizer and the stores."""
 
-import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from jaxformer.config.settings import Log
 from jaxformer.data.documents import PIECE_CHARACTERS, Piece, fingerprint, joint_fingerprint
 from jaxformer.data.examples import ExampleStore, open_or_encode
 from jaxformer.data.ids import open_or_index
-from jaxformer.data.mixture import Mixture, check_shares
+from jaxformer.data.mixture import Mixture, shares_of
 from jaxformer.data.records import Fields
 from jaxformer.data.rows import Rows
 from jaxformer.data.source import (
@@ -128,8 +127,11 @@ def prepare(
     # The numbers of labels are those of the model that is trained further, so that its head means
     # what it meant; only then come new ones.
     if template and (model_labels.may_grow or not labels):
-        stores = [store for _, store in parts["train"] if isinstance(store, ExampleStore)]
-        labels = joined_labels(labels, {name for store in stores for name in store.labels})
+        met = set[str]()
+        for _, store in parts["train"]:
+            if isinstance(store, ExampleStore):
+                met.update(store.labels)
+        labels = joined_labels(labels, met)
     # The counts of tokens are known from here on, but for a text in the making.
     rows: dict[SideName, Rows] = {}
     for side in SIDES:
@@ -180,9 +182,8 @@ def tokenize(
     text may be in the making when this returns.
     """
     # 1. Find the files, and read each once, unless an earlier start has.
-    sources: dict[SideName, list[Source]] = {"train": [], "validation": []}
-    sources["train"] = find_texts(data, "data.train", task.fields)
-    check_shares([source.spec for source in sources["train"]], data)
+    sources = {"train": find_texts(data, "data.train", task.fields), "validation": []}
+    shares_of([source.spec for source in sources["train"]], data)
     if data.validation:
         sources["validation"] = find_texts(data, "data.validation", task.fields)
     cache = located(data.cache_dir)
@@ -190,9 +191,11 @@ def tokenize(
     tokenizer = given_tokenizer(settings, task.specials)
     # The ids of a file say nothing without the tokenizer that made them.
     of_ids = tokenizer if settings.path else None
-    fraction = 0.0 if data.validation else data.validation_fraction
+    fraction = data.validation_fraction
+    if data.validation:
+        fraction = 0.0
     in_order = data.order == "text" and not fraction and len(sources["train"]) == 1
-    sides: dict[SideName, list[Split]] = {"train": [], "validation": []}
+    sides: dict[SideName, list[Split]] = {side: [] for side in SIDES}
     for side in SIDES:
         for source in sources[side]:
             if side == "train" and in_order and source.on_disk and not source.of_ids:
@@ -320,12 +323,13 @@ def spread(split: Split, limit: int) -> Iterator[str]:
     a text that is read while a run trains, its beginning."""
     # Small parts from everywhere, since a text may be sorted: its first 20 MB may be one language.
     # A run that reads a text in its order needs one that is not.
-    rate = 1.0
-    if not split.scan.is_sampled:
-        rate = min(1.0, limit / max(1, split.bytes))
+    rate = min(1.0, limit / max(1, split.bytes))
+    group = SAMPLE_CHARACTERS
+    if rate == 1 or split.scan.is_sampled:
+        rate = 1.0
+        group = PIECE_CHARACTERS * 2
     seen = 0
     used = 0
-    group = PIECE_CHARACTERS * 2 if rate == 1 else SAMPLE_CHARACTERS
     for piece in split.pieces():
         for start in range(0, len(piece.text), group):
             text = piece.text[start : start + group]
@@ -352,7 +356,6 @@ def text_store(
     Files of token ids stay as they are."""
     source = text.source
     groups = file_groups(source)
-    count = len(groups)
     # A store has the same name for equal text, tokenizer and tokens with which documents begin.
     made_by: list[object] = [tokenizer.fingerprint()]
     if beginning and not source.of_ids:
@@ -365,44 +368,36 @@ def text_store(
         parts = whole_parts(source, text.scan, cache / "scans", log)
         directories = directories_of(parts)
         tell(directories)
-
-        def check(index: int, documents: int, size: int) -> None:
-            if (documents, size) != (parts[index].documents, parts[index].bytes):
-                store_of(directories[index]).remove_folder()
-                raise changed(groups[index])
-
-        if source.of_ids:
-            of_files = []
-            for index, group in enumerate(groups):
-                store = open_or_index(group.files[0], tokenizer, directories[index], log)
-                check(index, store.documents, store.bytes)
-                of_files.append(store)
-            return TokenStore.joined(of_files)
+        # What an earlier start or another task has made is taken; of token ids it is the index.
         with ThreadPoolExecutor(STORES_TOGETHER) as threads:
-            opened = enumerate(threads.map(TokenStore.open, directories))
-        # By the numbers of the groups; what an earlier start or another task has made is taken.
-        stores = {index: store for index, store in opened if store}
-        missing = [index for index in range(count) if index not in stores]
-        if not missing:
-            and_more = f" and {count - 1:,} more" if count > 1 else ""
-            log(f"{source}: reusing {directories[0]}{and_more}")
-            return TokenStore.joined([stores[index] for index in range(count)])
-        size = sum(parts[index].bytes for index in missing)
-        of_all = f", {len(missing)} of {count} parts" if count > 1 else ""
-        log(f"{source}: tokenizing {megabytes(size)}{of_all}")
-        progress = ProgressNotes(log, size)
+            opened = [*threads.map(TokenStore.open, directories)]
+        missing = [part.bytes for part, store in zip(parts, opened, strict=True) if not store]
+        progress = ProgressNotes(log, sum(missing))
         began = time.perf_counter()
-        for index in missing:
-            stores[index] = open_or_build(
-                directories[index],
-                groups[index].pieces,
-                tokenizer,
-                progress,
-                beginning,
-                functools.partial(check, index),
-            )
-        log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
-        return TokenStore.joined([stores[index] for index in range(count)])
+        if not missing:
+            log(f"{source}: reusing {directories[0]}, in all {len(parts):,}")
+        elif not source.of_ids:
+            of_all = f"{len(missing):,} of {len(parts):,} parts"
+            log(f"{source}: tokenizing {megabytes(sum(missing))}, {of_all}")
+
+        def build(group: Source, part: Scan, directory: Path) -> TokenStore:
+            def check(documents: int, size: int) -> None:
+                if (documents, size) != (part.documents, part.bytes):
+                    store_of(directory).remove_folder()
+                    raise changed(group)
+
+            if not source.of_ids:
+                return open_or_build(directory, group.pieces, tokenizer, progress, beginning, check)
+            store = open_or_index(group.files[0], tokenizer, directory, log)
+            check(store.documents, store.bytes)
+            return store
+
+        stores = []
+        for store, group, part, directory in zip(opened, groups, parts, directories, strict=True):
+            stores.append(store or build(group, part, directory))
+        if missing and not source.of_ids:
+            log(f"{source}: tokenized in {time.perf_counter() - began:.1f} s")
+        return TokenStore.joined(stores)
 
     directories = directories_of(text.scan.parts)
     is_made = directories and all((each / MANIFEST).exists() for each in directories)
@@ -413,9 +408,10 @@ def text_store(
         store = GrowingStore(head_of(groups[0].pieces(), tokenizer, beginning), make)
         store.documents = text.scan.documents
         store.bytes = text.scan.bytes
-    # Of samples the run is known by their digest, whenever the rest is read.
-    names = directories_of([text.scan] if text.scan.is_sampled else text.scan.parts)
-    store.fingerprint = joint_fingerprint([directory.name for directory in names])
+    if text.scan.is_sampled:
+        # The run is known by the digest of the samples, whenever the rest is read.
+        directories = directories_of([text.scan])
+    store.fingerprint = joint_fingerprint([directory.name for directory in directories])
     return store
 
 
@@ -423,16 +419,16 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
 
 
-def joined_labels(before: tuple[str, ...], met: Set[str]) -> tuple[str, ...]:
+def joined_labels(before: tuple[str, ...], met: set[str]) -> tuple[str, ...]:
     """Return the labels of a model that is trained further, in their order, and then those that
     only the data has: whole numbers by value, then the rest by name. A model that shares no label
     with the data is for another task: then the labels are those of the data alone."""
     if met.isdisjoint(before):
         before = ()
+    further = sorted(met.difference(before))
     # "10" after "9", so that classes named by numbers keep their order.
-    numbers = [label for label in met if label.isdecimal()]
-    in_order = [*sorted(sorted(numbers), key=int), *sorted(met - {*numbers})]
-    return (*before, *(label for label in in_order if label not in before))
+    numbers = sorted(filter(str.isdecimal, further), key=int)
+    return (*before, *numbers, *itertools.filterfalse(str.isdecimal, further))
 
 
 def example_rows(

@@ -149,7 +149,9 @@ class SourceFile:
         name."""
         if self.format == PYTHON:
             return self.name
-        return f"{self.name}#{index}" if self.name else str(index)
+        if not self.name:
+            return str(index)
+        return f"{self.name}#{index}"
 
     @property
     def size(self) -> int:

@@ -5,8 +5,9 @@ holds its type. A .bin file is raw, and has the type that the tokenizer's vocabu
 (`Tokenizer.dtype`): uint16 up to 65,536 entries, else uint32; this is checked when it is read.
 """
 
+import functools
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,84 +20,75 @@ from jaxformer.tokenizer import Tokenizer
 
 # With fewer ids than this nothing is concluded from every second one being 0.
 FEWEST_TO_DOUBT = 16
-
-
 # An even number, as the test for ids of another width needs.
 BLOCK_IDS = 1 << 22
 
 
-@dataclass(frozen=True)
-class IdArray:
-    """Ids in a file outside the store: their type, the byte at which they begin, their number, and
-    the file's name in its source."""
-
-    path: Path
-    dtype: np.dtype
-    offset: int
-    count: int
-    name: str = ""
-
-    def mapped(self) -> np.ndarray:
-        """Return the ids [count], mapped and not read."""
-        # A plain view: slices of np.memmap itself are several times slower to make.
-        return np.memmap(self.path, self.dtype, "r", self.offset, (self.count,)).view(np.ndarray)
-
-
-def open_ids(file: SourceFile, tokenizer: Tokenizer) -> IdArray:
-    """Return where the ids of a file are."""
+def open_ids(file: SourceFile, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the ids of a file [N], mapped and not read. Raises ConfigError where it holds none."""
     path = file.path
-    if path.suffix.lower() != ".npy":
-        dtype = tokenizer.dtype
-        count, rest = divmod(file.size, dtype.itemsize)
-        if rest:
-            raise ConfigError(
-                f"{path} has {file.size:,} bytes, which is no whole number of {dtype.name}: a .bin"
-                " file holds raw ids, uint16 for up to 65,536 entries, else uint32."
-            )
-        array = IdArray(path, dtype, 0, count, file.name)
-    else:
-        try:
-            memmap = np.lib.format.open_memmap(path, mode="r")
-            if memmap.ndim != 1 or memmap.dtype.kind not in "iu":
-                raise ValueError(f"it is one of {memmap.dtype}, shape {memmap.shape}")
-        except OSError as error:
-            raise unreadable(path, error) from None
-        except ValueError as error:
-            raise ConfigError(
-                f"{path} is no .npy array of one row of integers ({error}): write it by numpy.save."
-            ) from None
-        array = IdArray(path, memmap.dtype, memmap.offset, len(memmap), file.name)
-    if not array.count:
+    if not file.size:
         raise ConfigError(f"{path} is empty: there is nothing to train on or to evaluate.")
-    return array
+    try:
+        if is_raw(path):
+            dtype = tokenizer.dtype
+            if file.size % dtype.itemsize:
+                raise ConfigError(
+                    f"{path} has {file.size:,} bytes, which is no whole number of {dtype.name}: a"
+                    " .bin file holds raw ids, uint16 for up to 65,536 entries, else uint32."
+                )
+            ids = np.memmap(path, dtype, "r")
+        else:
+            ids = np.lib.format.open_memmap(path, mode="r")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"it is one of {ids.dtype}, shape {ids.shape}")
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is no .npy array of one row of integers ({error}): write it by numpy.save."
+        ) from None
+    if not len(ids):
+        raise ConfigError(f"{path} is empty: there is nothing to train on or to evaluate.")
+    # A plain view: slices of np.memmap itself are several times slower to make.
+    return ids.view(np.ndarray)
+
+
+def is_raw(path: Path) -> bool:
+    """Return whether a file holds ids alone, which can be read as another type than they were
+    written with."""
+    return path.suffix.lower() != ".npy"
 
 
 def documents_of_ids(
-    array: IdArray, tokenizer: Tokenizer, log: Log = lambda line: None
+    file: SourceFile, tokenizer: Tokenizer, log: Log = lambda line: None
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Read and check all ids of a file: the place after each document, that of an end token which
     the file lacks as the last, and the bytes of each document's text (both int64 [documents]); and
     a digest of the file's name and the ids, whatever holds them."""
-    path = array.path
-    # Only raw ids can be read as another type than they were written with.
-    is_raw = path.suffix.lower() != ".npy"
+    path = file.path
+    all_ids = open_ids(file, tokenizer)
+    read_as = ""
+    if is_raw(path):
+        read_as = f", read as {all_ids.dtype.name},"
+    log(f"{path}: reading {len(all_ids):,} ids, {all_ids.dtype.name}")
     token_bytes = tokenizer.token_bytes()
     progress = ProgressNotes(log, work=f"{path}: read")
     ends = []
     bytes_until_ends = []
     size = 0
     # uint32 ids below 65,536 that are read as uint16 have 0 as every second one.
-    doubtful = is_raw and array.dtype.itemsize == 2 and array.count >= FEWEST_TO_DOUBT
-    digest = hashlib.blake2b(array.name.encode() + b"\xff", digest_size=16)
-    all_ids = array.mapped()
-    for start in range(0, array.count, BLOCK_IDS):
+    doubtful = is_raw(path) and all_ids.dtype.itemsize == 2 and len(all_ids) >= FEWEST_TO_DOUBT
+    digest = hashlib.blake2b(file.name.encode() + b"\xff", digest_size=16)
+    for start in range(0, len(all_ids), BLOCK_IDS):
         ids = all_ids[start : start + BLOCK_IDS]
         if int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size:
             position = int(np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))[0])
-            raw = f", read as {array.dtype.name}," if is_raw else ""
             raise ConfigError(
-                f"id {int(ids[position])} at place {start + position:,} of {path}{raw} is not in"
-                f" the vocabulary of tokenizer.path, which has {tokenizer.vocab_size:,} entries:"
+                f"id {int(ids[position])} at place {start + position:,} of {path}{read_as} is not"
+                f" in the vocabulary of tokenizer.path, which has {tokenizer.vocab_size:,} entries:"
                 " name the tokenizer that made the ids."
             )
         # Of one width, so that the same ids of another type are the same text.
@@ -117,7 +109,7 @@ def documents_of_ids(
         )
     if ids[-1] != tokenizer.end_token:
         # The place of the end token that `open_or_index` adds, which is no text.
-        ends.append(np.array([array.count + 1]))
+        ends.append(np.array([len(all_ids) + 1]))
         bytes_until_ends.append(np.array([size]))
     sizes = np.diff(np.concatenate(bytes_until_ends), prepend=0)
     return np.concatenate(ends), sizes, digest.hexdigest()
@@ -126,30 +118,28 @@ def documents_of_ids(
 def open_or_index(file: SourceFile, tokenizer: Tokenizer, folder: Path, log: Log) -> TokenStore:
     """Return the ids of a file as a store, whose index of documents is in a folder, made where
     there is none; a file that lacks an end token has one in a shard of its own."""
-    array = open_ids(file, tokenizer)
+    ids = open_ids(file, tokenizer)
     # The user's file is never written to, so the end token that it lacks is a second shard.
-    count = 1 if int(array.mapped()[-1]) == tokenizer.end_token else 2
+    count = 1 if int(ids[-1]) == tokenizer.end_token else 2
     with claimed(folder, log):
-        finished = [Shard.finished(folder, number) for number in range(count)]
-        shards = [shard for shard in finished if shard]
+        shards = []
+        for number in range(count):
+            if shard := Shard.finished(folder, number):
+                shards.append(shard)
         if len(shards) < count:
-            ends, sizes, _ = documents_of_ids(array, tokenizer)
-            names = map(file.document, range(len(ends)))
-            hashes = np.array([hash_fraction(name) for name in names])
+            ends, sizes, _ = documents_of_ids(file, tokenizer)
+            hashes = np.array([hash_fraction(file.document(n)) for n in range(len(ends))])
             # [3, documents]
             table = np.stack([ends, sizes, hashes.view(np.int64)])
             # A last document without an end token ends in the second shard.
             inside = len(ends) + 1 - count
-            shards = [write_index(folder / "00000", array.count, table[:, :inside], {})]
+            shards = [write_index(folder / "00000", len(ids), table[:, :inside], {})]
             if count == 2:
                 end = np.array([tokenizer.end_token], tokenizer.dtype)
-                written = write_array(folder / "00001.tokens", end)
-                table[0] -= array.count
-                shards.append(
-                    write_index(folder / "00001", 1, table[:, inside:], {"tokens": written})
-                )
-    return TokenStore(
-        [replace(shards[0], arrays={"tokens": array.mapped}), *shards[1:]],
-        tokenizer.dtype,
-        folder.name,
-    )
+                files = {"tokens": write_array(folder / "00001.tokens", end)}
+                table[0] -= len(ids)
+                shards.append(write_index(folder / "00001", 1, table[:, inside:], files))
+    # Mapped when it is read, since each map holds a file open.
+    arrays = {"tokens": functools.partial(open_ids, file, tokenizer)}
+    shards[0] = replace(shards[0], arrays=arrays)
+    return TokenStore(shards, tokenizer.dtype, folder.name)

@@ -1,7 +1,6 @@
 """Rows of several sources, in stated shares."""
 
 import bisect
-import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -16,20 +15,6 @@ from jaxformer.files import ConfigError
 
 if TYPE_CHECKING:
     import grain
-
-
-class Phase(NamedTuple):
-    """The first row of a phase, the rows of each source drawn before it, and its weights."""
-
-    begin: int
-    drawn: list[int]
-    weights: list[int]
-
-    def drawn_at(self, row: int) -> list[int]:
-        """Return the rows of each source drawn before row `row` of the run, which is in this
-        phase."""
-        in_phase = counts(row - self.begin, self.weights)
-        return [sum(pair) for pair in zip(self.drawn, in_phase, strict=True)]
 
 
 class Drawn(NamedTuple):
@@ -53,34 +38,36 @@ class Mixture(Rows):
     """
 
     def __init__(self, sources: Sequence[tuple[str, Rows]], data: DataConfig) -> None:
-        self.names = [name for name, _ in sources]
-        self.source_rows = [rows for _, rows in sources]
-        self.documents = sum(rows.documents for rows in self.source_rows)
-        self.bytes = sum(rows.bytes for rows in self.source_rows)
+        self.names: list[str] = []
+        self.source_rows: list[Rows] = []
+        self.documents = 0
+        self.bytes = 0
+        # The first number of the rows of each source, and the number of all.
+        self._firsts = [0]
+        filled = 0.0
+        for name, rows in sources:
+            self.names.append(name)
+            self.source_rows.append(rows)
+            self.documents += rows.documents
+            self.bytes += rows.bytes
+            self._firsts.append(self._firsts[-1] + rows.numbers)
+            filled += rows.filled * len(rows)
+        # The mean over rows, of which sources have different numbers.
+        self.filled = filled / max(1, len(self))
         # In their order, which decides what a row number means.
         self.fingerprint = "+".join(rows.fingerprint for rows in self.source_rows)
-        sizes = [len(rows) for rows in self.source_rows]
-        numbers = (rows.numbers for rows in self.source_rows)
-        # The first number of the rows of each source.
-        self._firsts = list(itertools.accumulate(numbers, initial=0))
-        # The mean over rows, of which sources have different numbers.
-        filled = sum(rows.filled * size for rows, size in zip(self.source_rows, sizes, strict=True))
-        self.filled = filled / max(1, len(self))
         # Without weights every row is read as often.
-        self._shares = [(0, sizes)]
-        if data.weights.strip():
-            self._shares = []
-            for step, text in phases("data.weights", data.weights):
-                weights = _numbers(text)
-                # Whole numbers in the same proportion.
-                scale = math.lcm(*(weight.denominator for weight in weights))
-                self._shares.append((step, [int(weight * scale) for weight in weights]))
+        self._shares = shares_of(self.names, data) or [(0, [*map(len, self.source_rows)])]
 
     def most_segments(self) -> int | None:
-        # Of one source whose number is not known, that of all is not.
-        segment_counts = [rows.most_segments() for rows in self.source_rows]
-        stated_counts = [count for count in segment_counts if count is not None]
-        return max(stated_counts) if len(stated_counts) == len(segment_counts) else None
+        most = 0
+        for rows in self.source_rows:
+            count = rows.most_segments()
+            # Of one source it is not known, so it is not of all.
+            if count is None:
+                return None
+            most = max(most, count)
+        return most
 
     @property
     def tokens(self) -> int:
@@ -110,68 +97,77 @@ class Mixture(Rows):
             rows.order(source_seed, batch_size)
             for rows, source_seed in zip(self.source_rows, seeds, strict=True)
         ]
-        run_phases = self._phases(batch_size)
 
         def row_number(number: int) -> int:
-            at = bisect.bisect_right(run_phases, number, key=lambda phase: phase.begin)
-            phase = run_phases[at - 1]
             # Of one more row exactly one source has one more: row `number` is of that source.
-            before = phase.drawn_at(number)
-            after = phase.drawn_at(number + 1)
-            grown = [now - then for then, now in zip(before, after, strict=True)]
-            source = grown.index(1)
-            return self._firsts[source] + int(orders[source][before[source]])
+            before = self.drawn(number, batch_size)
+            source = int((self.drawn(number + 1, batch_size) - before).argmax())
+            return self._firsts[source] + int(orders[source][int(before[source])])
 
         return numbers_below(sys.maxsize).map(row_number)
+
+    def drawn(self, number: int, batch_size: int) -> np.ndarray:
+        """Return how many of the first `number` rows of a run are of each source: int64
+        [sources]."""
+        drawn = np.zeros(len(self.names), np.int64)
+        # A phase begins where the one before ends, so that no row of a source is skipped.
+        stop = number
+        for step, shares in reversed(self._shares):
+            begin = step * batch_size
+            if begin < stop:
+                drawn += counts(stop - begin, shares)
+                stop = begin
+        return drawn
 
     def shares(self, steps: int, batch_size: int) -> list[Drawn]:
         """Return what a run of so many steps draws of each source."""
         rows = steps * batch_size
-        last = [phase for phase in self._phases(batch_size) if phase.begin < rows][-1]
-        read = zip(self.names, last.drawn_at(rows), self.source_rows, strict=True)
-        return [
-            Drawn(name, number, number / rows, number / len(source_rows))
-            for name, number, source_rows in read
-        ]
-
-    def _phases(self, batch_size: int) -> list[Phase]:
-        # A phase begins where the one before ends, so that no row of a source is skipped.
-        run_phases = [Phase(0, [0] * len(self.source_rows), self._shares[0][1])]
-        for step, weights in self._shares[1:]:
-            begin = step * batch_size
-            run_phases.append(Phase(begin, run_phases[-1].drawn_at(begin), weights))
-        return run_phases
+        shares = []
+        for name, number, source_rows in zip(
+            self.names, self.drawn(rows, batch_size).tolist(), self.source_rows, strict=True
+        ):
+            shares.append(Drawn(name, number, number / rows, number / len(source_rows)))
+        return shares
 
 
-def check_shares(names: Sequence[str], data: DataConfig) -> None:
-    """Raise ConfigError where data.weights are not shares of the sources of these names."""
+def shares_of(names: Sequence[str], data: DataConfig) -> list[tuple[int, list[int]]]:
+    """Return the first step of each phase of data.weights, 'FIRST; STEP: NEXT; ...', and the shares
+    of the sources of these names from it on, as whole numbers; none where it is empty. Raises
+    ConfigError."""
     text = data.weights.strip()
+    phases: list[tuple[int, list[int]]] = []
     if not text:
-        return
-    for _, value in phases("data.weights", text):
-        numbers = _numbers(value)
-        if len(numbers) != len(names) or min(numbers) < 0 or not any(numbers):
+        return phases
+    last = -1
+    for entry in text.split(";"):
+        step = 0
+        value = entry.strip()
+        if phases:
+            number, _, value = map(str.strip, entry.partition(":"))
+            step = int(number) if number.isdecimal() else -1
+        if not value or step <= last:
+            raise ConfigError(
+                f"data.weights={text!r}: {entry.strip()!r} is not allowed there. Write the first"
+                " value, and then '; STEP: VALUE' for each change, steps ascending from 1."
+            )
+        last = step
+        weights = []
+        for word in value.split():
+            try:
+                # 0.1 exactly, as a float is not: the source of a far row would depend on rounding.
+                weights.append(Fraction(word))
+            except (ValueError, ZeroDivisionError):
+                weights.append(Fraction(-1))
+        if len(weights) != len(names) or min(weights) < 0 or not any(weights):
             raise ConfigError(
                 f"data.weights={text!r}: {value!r} must be {len(names)}"
                 f" {'number' if len(names) == 1 else 'numbers'}, none negative and not all 0:"
                 f" one for each source of data.train, in this order: {', '.join(names)}."
             )
-
-
-def phases(setting: str, text: str) -> list[tuple[int, str]]:
-    """Return (first step, value) of each phase of 'FIRST; STEP: NEXT; ...', in order; the first
-    phase begins at step 0."""
-    changes: list[tuple[int, str]] = []
-    for entry in text.split(";"):
-        step, colon, value = entry.partition(":") if changes else ("0", ":", entry)
-        number = int(step) if step.strip().isdecimal() else -1
-        if not colon or not value.strip() or number < 0 or (changes and number <= changes[-1][0]):
-            raise ConfigError(
-                f"{setting}={text!r}: {entry.strip()!r} is not allowed there. Write the first"
-                " value, and then '; STEP: VALUE' for each change, steps ascending from 1."
-            )
-        changes.append((number, value.strip()))
-    return changes
+        # Whole numbers in the same proportion.
+        scale = math.lcm(*(weight.denominator for weight in weights))
+        phases.append((step, [int(weight * scale) for weight in weights]))
+    return phases
 
 
 def counts(number: int, weights: Sequence[int]) -> list[int]:
@@ -189,15 +185,3 @@ def counts(number: int, weights: Sequence[int]) -> list[int]:
     # number * half / total, rounded.
     first = (2 * number * half + total) // max(1, 2 * total)
     return [*counts(first, weights[:middle]), *counts(number - first, weights[middle:])]
-
-
-def _numbers(text: str) -> list[Fraction]:
-    """Read numbers separated by spaces, exactly; -1 for what is no number."""
-    numbers = []
-    for word in text.split():
-        try:
-            # 0.1 exactly, as a float is not: the source of a far row would depend on rounding.
-            numbers.append(Fraction(word))
-        except (ValueError, ZeroDivisionError):
-            numbers.append(Fraction(-1))
-    return numbers

@@ -62,10 +62,14 @@ class RecordField(NamedTuple):
     @property
     def columns(self) -> list[str]:
         """The names that the record has for it."""
-        return self.name.split("+") if self.kind == "messages" else [self.name]
+        if self.kind == "messages":
+            return self.name.split("+")
+        return [self.name]
 
     def __str__(self) -> str:
-        return f"{self.kind} ({f'{self.setting}={self.name}' if self.setting else self.name})"
+        if self.setting:
+            return f"{self.kind} ({self.setting}={self.name})"
+        return f"{self.kind} ({self.name})"
 
 
 Fields = tuple[RecordField, ...]
@@ -88,9 +92,15 @@ def json_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Ite
                 "not JSON", f"{error}; a .jsonl file holds one JSON object on each line."
             ) from None
 
-    lines = text_lines(file.path, handler)
-    full = ((number, line) for number, line in lines if line and not line.isspace())
-    return _checked(full, parse, fields, handler, f"{file.path}, line")
+    lines = _full(text_lines(file.path, handler))
+    return _checked(lines, parse, fields, handler, f"{file.path}, line")
+
+
+def _full(lines: Iterator[tuple[int, str | None]], mark: str = "\n") -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not skipped, and not blank; one with a `mark` is not."""
+    for number, line in lines:
+        if line and (mark in line or not line.isspace()):
+            yield number, line
 
 
 def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
@@ -112,8 +122,7 @@ def tsv_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iter
         return dict(zip(names, values, strict=True))
 
     # A line of tabs alone is a record of empty fields.
-    full = ((n, line) for n, line in lines if line and ("\t" in line or not line.isspace()))
-    return _checked(full, parse, fields, handler, f"{file.path}, line")
+    return _checked(_full(lines, "\t"), parse, fields, handler, f"{file.path}, line")
 
 
 def parallel_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> Iterator[Record]:
@@ -157,9 +166,11 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
             f"{path} needs pyarrow, which is not installed: pip install 'jaxformer[parquet]'."
         ) from None
     # Without fields every column.
-    wanted = [name for field in fields for name in field.columns]
-    if any(field.kind in ("messages", "prompt") for field in fields):
-        wanted += ["tools", *NOT_RENDERED]
+    wanted: list[str] = []
+    for field in fields:
+        wanted += field.columns
+        if field.kind in ("messages", "prompt"):
+            wanted += ["tools", *NOT_RENDERED]
     try:
         with contextlib.ExitStack() as stack:
             # A few hundred rows at a time, since a row group may be the whole file.
@@ -177,8 +188,12 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
                     ROWS_AT_ONCE, columns=wanted or None, use_threads=False
                 )
             _require_columns(present, fields, str(path))
-            names = [name for name in wanted or present if name in present]
-            rows = (row for batch in batches for row in batch.select(names).to_pylist())
+            names = present
+            if wanted:
+                names = [name for name in wanted if name in present]
+            rows = itertools.chain.from_iterable(
+                batch.select(names).to_pylist() for batch in batches
+            )
             yield from _checked(enumerate(rows, 1), dict, fields, handler, f"{path}, row")
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -201,14 +216,14 @@ def _checked(
         handler.location = f"{where} {number}"
         try:
             handler.row = parse(row)
-            record: Record = tuple(
-                _value(_require(handler.row, field), field, handler) for field in fields
-            )
-            counts = {
-                field.name: len(value)
-                for field, value in zip(fields, record, strict=True)
-                if field.kind in ("words", "tags")
-            }
+            values = []
+            counts = {}
+            for field in fields:
+                value = _value(_require(handler.row, field), field, handler)
+                values.append(value)
+                if field.kind in ("words", "tags"):
+                    counts[field.name] = len(value)
+            record: Record = tuple(values)
             if len({*counts.values()}) > 1:
                 numbers = " and ".join(f"the field {name!r} has {n}" for name, n in counts.items())
                 raise RecordError(
@@ -237,11 +252,10 @@ def _require_columns(names: Iterable[str], fields: Fields, where: str) -> None:
 def _require(row: object, field: RecordField) -> dict[str, object]:
     """Return a row that has a field, which a prompt may lack: conversations may begin with
     theirs."""
-    ends = {field.columns[0], field.columns[-1]}
-    if isinstance(row, dict) and (ends <= {*row} or field.kind == "prompt"):
-        return row
     shown = "the record is no object"
     if isinstance(row, dict):
+        if field.kind == "prompt" or {field.columns[0], field.columns[-1]} <= {*row}:
+            return row
         shown = f"the fields are {', '.join(map(repr, row))}"
     raise RecordError(
         f"no field {field.name!r}",
@@ -268,9 +282,13 @@ def _value(row: dict[str, Any], field: RecordField, handler: ErrorHandler) -> Va
         entry = [_renamed(message, handler) for message in entry]
     value = _converted(entry, field.kind, row)
     if value is None:
-        content = "null" if entry is None else type(entry).__name__
+        content = type(entry).__name__
+        if entry is None:
+            content = "null"
+        elif entry == "":
+            content = "empty"
         raise RecordError(
-            f"the field {field.name!r} is {'empty' if entry == '' else content}",
+            f"the field {field.name!r} is {content}",
             f"it has to be {EXPECTED[field.kind]}; see {field.setting or 'data.objective'}.",
         )
     # JSON can spell half a surrogate pair ("\ud800"), which no tokenizer takes.
@@ -301,11 +319,15 @@ def _converted(value: Any, kind: Kind, row: Mapping[str, Any] = {}) -> Value | N
     """Return what a value of JSON is as a field of this kind, None where it cannot be one. Messages
     get the tools of their record, `row`."""
     if kind in ("words", "tags"):
-        entries = value.split() if isinstance(value, str) else value
-        if not isinstance(entries, list):
+        if isinstance(value, str):
+            value = value.split()
+        if not isinstance(value, list):
             return None
-        texts = [_converted(entry, "text" if kind == "words" else "label") for entry in entries]
-        return None if None in texts else tuple(map(str, texts))
+        # One tag, or one word, is what a label or a text is.
+        texts = [_converted(entry, "label" if kind == "tags" else "text") for entry in value]
+        if None in texts:
+            return None
+        return tuple(map(str, texts))
     if kind == "messages" or (kind in ("prompt", "completion") and isinstance(value, list | tuple)):
         try:
             messages = checked_messages(value)
@@ -333,24 +355,27 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
     """
     if all(isinstance(side, str) for side in (prompt, *sides)):
         return prompt, *sides
+    refusal = RecordError(
+        "prompt, chosen and rejected are no pair",
+        "give three strings; or messages, where each side ends with one message of the role"
+        f" {ASSISTANT!r} that is not empty, after the same messages, at least one.",
+    )
+    if any(isinstance(side, str) for side in sides):
+        raise refusal
     # In the form of TRL: sides are the answers alone, or conversations with the prompt in each.
-    are_answers = not any(isinstance(side, str) for side in sides)
     conversations = list(sides)
-    if are_answers and prompt and not isinstance(prompt, str):
+    if prompt and not isinstance(prompt, str):
         conversations = [(*prompt, *side) for side in sides]
-    before = [messages[:-1] for messages in conversations]
     answers = list[Value]()
-    for messages in conversations if are_answers else ():
+    for messages in conversations:
         answer = rendered_message(json.loads(messages[-1]))
         answers.append((json.dumps(answer, ensure_ascii=False),))
-        is_full = answer.get("content", "").strip() or answer.get("tool_calls")
-        are_answers = are_answers and answer["role"] == ASSISTANT and bool(is_full)
-    if not are_answers or not before[0] or before[0] != before[1]:
-        raise RecordError(
-            "prompt, chosen and rejected are no pair",
-            "give three strings; or messages, where each side ends with one message of the role"
-            f" {ASSISTANT!r} that is not empty, after the same messages, at least one.",
-        )
+        content = answer.get("content", "").strip() or answer.get("tool_calls")
+        if answer["role"] != ASSISTANT or not content:
+            raise refusal
+    before = [messages[:-1] for messages in conversations]
+    if not before[0] or before[0] != before[1]:
+        raise refusal
     return before[0], *answers
 
 

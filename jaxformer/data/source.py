@@ -5,6 +5,7 @@ import collections
 import contextlib
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from jaxformer.data.documents import (
     text_documents,
     unreadable,
 )
-from jaxformer.data.ids import documents_of_ids, open_ids
+from jaxformer.data.ids import documents_of_ids
 from jaxformer.data.records import (
     Fields,
     RecordField,
@@ -49,7 +50,7 @@ from jaxformer.data.store import (
     require_counts,
 )
 from jaxformer.files import ConfigError, located, read_object, store_of, write_text
-from jaxformer.files.stores import Matches, OnDisk, local_copies
+from jaxformer.files.stores import Matches, OnDisk, local_copies, with_versions
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.words import in_batches
 
@@ -145,7 +146,9 @@ class Source:
     def pieces(self, skipped: Skipped | None = None) -> Iterator[Piece]:
         """Yield every document or record of every file, in order; what is skipped is counted in
         `skipped`."""
-        handler = ErrorHandler(self.policy, Skipped() if skipped is None else skipped)
+        handler = ErrorHandler(self.policy)
+        if skipped is not None:
+            handler.skipped = skipped
         for file in self.files:
             if self.of_records:
                 yield from self._records(file, handler)
@@ -160,17 +163,19 @@ class Source:
             pieces = text_documents(file, handler)
         else:
             records = RECORDS[file.format](file, self.fields, handler)
-            pieces = (piece for (text,) in records for piece in in_pieces(str(text)))
+            pieces = itertools.chain.from_iterable(in_pieces(str(text)) for (text,) in records)
         index = 0
         for text, ends in pieces:
             yield Piece(text, file.document(index), ends)
             index += ends
 
     def _records(self, file: SourceFile, handler: ErrorHandler) -> Iterator[Piece]:
-        kinds = [field.kind for field in self.fields]
-        shown = [field for field, kind in enumerate(kinds) if kind not in ("label", "tags")]
         for index, record in enumerate(RECORDS[file.format](file, self.fields, handler)):
-            text = "\n".join(readable(record[field], kinds[field]) for field in shown)
+            texts = []
+            for (_, _, kind), value in zip(self.fields, record, strict=True):
+                if kind not in ("label", "tags"):
+                    texts.append(readable(value, kind))
+            text = "\n".join(texts)
             yield Piece(text, file.document(index), True, record, handler.location)
 
     def first_row(self) -> object:
@@ -218,73 +223,86 @@ def _find_files(spec: str, setting: str) -> tuple[tuple[SourceFile, ...], str]:
     """Return the files in their order, and a description of those of a directory that are not
     read."""
     if spec.startswith(HUB):
-        files = []
+        arrow_files = []
         for each in dataset_files(spec.removeprefix(HUB), f"{setting}={spec}"):
-            version = store_of(each).version()
-            versions = () if version is None else (version,)
-            files.append(SourceFile(each, "arrow", each.name, versions=versions))
-        return tuple(files), ""
+            versions = tuple(with_versions([each]).values())
+            arrow_files.append(SourceFile(each, "arrow", each.name, versions=versions))
+        return tuple(arrow_files), ""
     path = located(spec)
-    root: Path | None
+    root: Path | None = path
+    # Of each side the files in order; those of the same place are read together.
+    sides: list[Matches] = [{}]
+    file_format = ""
+    left_out = ""
     if (group := re.search(r"\{([^{}]*,[^{}]*)\}", spec)) and not path.exists():
-        sides = [spec[: group.start()] + name + spec[group.end() :] for name in group[1].split(",")]
-        roots, side_matches = zip(*(_matching(side, setting) for side in sides), strict=True)
-        counts = [len(entries) for entries in side_matches]
+        file_format = "parallel"
+        specs = [spec[: group.start()] + name + spec[group.end() :] for name in group[1].split(",")]
+        found = [_matching(each, setting) for each in specs]
+        root = found[0][0]
+        sides = [matches for _, matches in found]
+        counts = [*map(len, sides)]
         if len({*counts}) > 1:
             raise ConfigError(
-                f"{setting}: {' and '.join(sides)} find {' and '.join(map(str, counts))} files:"
+                f"{setting}: {' and '.join(specs)} find {' and '.join(map(str, counts))} files:"
                 " give as many of each."
             )
-        files = []
-        # File n of each side belongs to file n of the others.
-        for entries in zip(*(entries.items() for entries in side_matches), strict=True):
-            first, *beside = (path.absolute() for path, _ in entries)
-            versions = tuple(version for _, version in entries)
-            files.append(SourceFile(first, "parallel", "", tuple(beside), versions))
-        return _named(files, roots[0], setting), ""
-    left_out = ""
-    file_format = ""
-    if spec == STDLIB:
+    elif spec == STDLIB:
         file_format = PYTHON
         root = Path(sysconfig.get_path("stdlib"))
-        below = store_of(root).files_below(NOT_STDLIB.__contains__)
-        matches = {file: version for file, version in below.items() if file.suffix == ".py"}
+        for file, version in store_of(root).files_below(NOT_STDLIB.__contains__).items():
+            if file.suffix == ".py":
+                sides[0][file] = version
     elif path.is_dir():
         # The files of known suffixes below it, without hidden ones.
-        root = path
-        below = store_of(path).files_below()
-        matches = {file: version for file, version in below.items() if _suffix(file) in FORMATS}
-        others = collections.Counter(
-            _suffix(file) or "without a suffix" for file in below if file not in matches
-        )
+        others = collections.Counter[str]()
+        for file, version in store_of(path).files_below().items():
+            suffix = _suffix(file)
+            if suffix in FORMATS:
+                sides[0][file] = version
+            else:
+                others[suffix or "without a suffix"] += 1
         left_out = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
-        if not matches:
+        if not sides[0]:
             raise ConfigError(
                 f"{setting}: the directory {path} has no file of a known suffix"
                 f" ({', '.join(FORMATS)}; its files are {left_out or 'none'}): name text of another"
                 f' suffix by a glob, as in "{path}/**/*.py".'
             )
     else:
-        root, matches = _matching(spec, setting)
+        root, sides[0] = _matching(spec, setting)
         if path.suffix.lower() in IDS:
             file_format = "ids"
-    files = []
-    for file, version in matches.items():
-        suffix = _suffix(file)
+    files: dict[str, SourceFile] = {}
+    for entries in zip(*(side.items() for side in sides), strict=True):
+        paths, versions = zip(*entries, strict=True)
+        first, *beside = [path.absolute() for path in paths]
+        suffix = _suffix(first)
         if not file_format and NOT_TEXT.fullmatch(suffix):
             raise ConfigError(
-                f"{setting}: {file} is not a .txt, .jsonl, .tsv or .parquet file (plain, .gz or"
+                f"{setting}: {paths[0]} is not a .txt, .jsonl, .tsv or .parquet file (plain, .gz or"
                 " .zst): convert or unpack it. Token ids (.npy, .bin) are named by themselves, and"
                 " not compressed."
             )
+        # A single file has no name, so that its tokens are found again after it was renamed; those
+        # of several do not depend on compression.
+        name = ""
+        if root is not None:
+            name = first.relative_to(root.absolute()).as_posix()
+            if first.suffix.lower() in PACKED:
+                name = name.removesuffix(first.suffix)
+        if name in files:
+            raise ConfigError(
+                f"{setting}: {files[name].path} and {first} are the same but for compression: keep"
+                " one."
+            )
         read_as = file_format or FORMATS.get(suffix, "text")
-        files.append(SourceFile(file.absolute(), read_as, versions=(version,)))
-    named = _named(files, root, setting)
+        files[name] = SourceFile(first, read_as, name, tuple(beside), versions)
     if file_format == "ids":
         # They are mapped into memory, and so those of a URL are copied.
-        copies = local_copies([file.path for file in named])
-        named = tuple(replace(file, path=copy) for file, copy in zip(named, copies, strict=True))
-    return named, left_out
+        copies = local_copies([file.path for file in files.values()])
+        for name, copy in zip(files, copies, strict=True):
+            files[name] = replace(files[name], path=copy)
+    return tuple(files.values()), left_out
 
 
 def dataset_files(name: str, where: str) -> list[Path]:
@@ -306,8 +324,12 @@ def dataset_files(name: str, where: str) -> list[Path]:
             f"{where} needs the library `datasets`, which is not installed: pip install"
             " 'jaxformer[datasets]'."
         ) from None
-    config = parts[1] if len(parts) == 3 else None
-    split = parts[-1] if len(parts) > 1 else "train"
+    config = None
+    split = "train"
+    if len(parts) > 1:
+        split = parts[-1]
+    if len(parts) == 3:
+        config = parts[1]
     folder = Path(os.path.expanduser(parts[0]))
     try:
         if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
@@ -356,25 +378,6 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
     if not matches:
         raise ConfigError(f"{setting}: no file matches the glob {spec!r}{seen_from}; {ALLOWED}")
     return root, matches
-
-
-def _named(files: Iterable[SourceFile], root: Path | None, setting: str) -> tuple[SourceFile, ...]:
-    """Return the files with their names within `root`, which do not depend on compression."""
-    # A single file has no name, so that its tokens are found again after it was renamed.
-    if root is None:
-        return tuple(files)
-    named: dict[str, SourceFile] = {}
-    for file in files:
-        name = file.path.relative_to(root.absolute()).as_posix()
-        if file.path.suffix.lower() in PACKED:
-            name = name[: -len(file.path.suffix)]
-        if name in named:
-            raise ConfigError(
-                f"{setting}: {named[name].path} and {file.path} are the same but for compression:"
-                " keep one."
-            )
-        named[name] = replace(file, name=name)
-    return tuple(named.values())
 
 
 def _suffix(path: Path) -> str:
@@ -508,17 +511,17 @@ def whole_parts(source: Source, earlier: Scan, cache: Path, log: Log) -> tuple[S
 def scan_group(group: Source, cache: Path, log: Log, tokenizer: Tokenizer | None) -> Scan:
     """Return the scan of a file group, which is read where `cache` has none of it."""
     name = group.signature()
-    if group.of_ids and tokenizer:
+    if not group.of_ids:
+        tokenizer = None
+    if tokenizer:
         name = fingerprint(name, tokenizer.fingerprint())
     record = cache / f"{name}.json"
     with contextlib.suppress(*WRONG_RECORD):
         return Scan.read(read_object(record))
-    if group.of_ids and tokenizer:
+    if tokenizer:
         (file,) = group.files
         try:
-            array = open_ids(file, tokenizer)
-            log(f"{group}: reading {file.path}, {array.dtype.name}")
-            _, sizes, content = documents_of_ids(array, tokenizer, log)
+            _, sizes, content = documents_of_ids(file, tokenizer, log)
         except ConfigError as error:
             raise ConfigError(f"{group}: {error}") from None
         made = Scan(content, len(sizes), int(sizes.sum()))
@@ -527,8 +530,8 @@ def scan_group(group: Source, cache: Path, log: Log, tokenizer: Tokenizer | None
         # An object of a store that is replaced meanwhile is refused by its reader.
         if group.on_disk:
             for file in group.files:
-                versions = map(OnDisk.version, map(OnDisk, (file.path, *file.beside)))
-                if (*filter(None, versions),) != file.versions:
+                versions = [OnDisk(path).version() for path in (file.path, *file.beside)]
+                if versions != [*file.versions]:
                     raise changed(group)
     write_text(record, json.dumps(asdict(made)))
     return made
@@ -545,9 +548,11 @@ def scan_text(group: Source, log: Log) -> Scan:
     """Read some files of a source."""
     count = len(group.files)
     log(f"{group}: reading {count:,} new or changed {'file' if count == 1 else 'files'}")
-    is_plain = all(f.format == "text" and f.path.suffix not in PACKED for f in group.files)
     # The bytes of the text, where they are those of its files.
-    size = sum(file.size for file in group.files) if is_plain else 0
+    size = sum(file.size for file in group.files)
+    for file in group.files:
+        if file.format != "text" or file.path.suffix in PACKED:
+            size = 0
     digest = hashlib.blake2b(digest_size=16)
     progress = ProgressNotes(log, size, f"{group}: read")
     documents = 0
@@ -557,8 +562,10 @@ def scan_text(group: Source, log: Log) -> Scan:
     for batch in ahead(in_batches(pieces, lambda piece: len(piece.text), BATCH_CHARACTERS)):
         for text, name, ends, fields, _ in batch:
             raw = text.encode()
-            digest.update(json.dumps(fields).encode() if fields else raw)
             progress.done += len(raw)
+            if fields:
+                raw = json.dumps(fields).encode()
+            digest.update(raw)
             if ends:
                 # 0xff is a byte that UTF-8 never has.
                 digest.update(b"\xff" + name.encode() + b"\xff")

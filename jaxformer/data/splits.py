@@ -52,9 +52,12 @@ class Split:
         """Return a description of this side, for messages and digests."""
         if self.side == "all":
             return "all text"
-        chosen = "documents chosen by hash" if self.by_document else "the end of the text"
-        without = "without " if self.side == "train" else ""
-        return f"{without}{chosen}, {self.fraction:g} of it"
+        rule = f"the end of the text, {self.fraction:g} of it"
+        if self.by_document:
+            rule = f"documents chosen by hash, {self.fraction:g} of it"
+        if self.side == "train":
+            rule = f"without {rule}"
+        return rule
 
     def identity(self) -> str:
         """Return a digest of the text on this side, known without reading it."""

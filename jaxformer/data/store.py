@@ -105,7 +105,6 @@ def digest(path: Path) -> str:
 ID_DTYPES = ("uint16", "uint32")
 INDEX_DTYPE = np.dtype(np.int64)
 NONE = np.zeros(0, INDEX_DTYPE)
-COUNTS = ("tokens", "documents", "bytes")
 MOST_MAPS = 128  # files that are open at a time
 
 
@@ -127,13 +126,13 @@ class Shard:
     @classmethod
     def of(cls, folder: Path, entry: dict[str, Any]) -> "Shard":
         """Return a shard by its entry in a manifest; one of WRONG_RECORD for a wrong entry."""
-        require_counts(entry, *COUNTS)
+        require_counts(entry, "tokens", "documents", "bytes")
         files = {}
         for kind, file in entry["files"].items():
             require_counts(file, "size")
             files[kind] = Written(file["size"], file["digest"])
-        counts = {name: entry[name] for name in COUNTS}
-        return cls(folder / entry["name"], **counts, files=files)
+        path = folder / entry["name"]
+        return cls(path, entry["tokens"], entry["documents"], entry["bytes"], files)
 
     @classmethod
     def finished(cls, folder: Path, index: int) -> "Shard | None":
@@ -146,9 +145,13 @@ class Shard:
 
     def entry(self) -> dict[str, Any]:
         """Return its entry in a manifest."""
-        counts = {name: getattr(self, name) for name in COUNTS}
-        files = {kind: asdict(written) for kind, written in self.files.items()}
-        return {"name": self.path.name} | counts | {"files": files}
+        return {
+            "name": self.path.name,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "files": {kind: asdict(written) for kind, written in self.files.items()},
+        }
 
     def file(self, kind: str) -> Path:
         return self.path.with_suffix(f".{kind}")
@@ -220,9 +223,11 @@ class TokenStore:
             beginning = tuple(map(int, record.get("beginning", ())))
             shards = [Shard.of(directory, entry) for entry in record["shards"]]
             dtype = np.dtype(record["dtype"])
-            sizes = [(shard.files["tokens"].size, shard.tokens) for shard in shards]
-            if dtype.name not in ID_DTYPES or any(s != n * dtype.itemsize for s, n in sizes):
+            if dtype.name not in ID_DTYPES:
                 return None
+            for shard in shards:
+                if shard.files["tokens"].size != shard.tokens * dtype.itemsize:
+                    return None
             store = cls(shards, dtype, directory.name, beginning)
         except WRONG_RECORD:
             return None
@@ -250,7 +255,7 @@ class TokenStore:
             shard.mapped("tokens", self._dtype, (shard.tokens,))[low:high].astype(np.int32)
             for shard, low, high, _ in self._spans(start, stop)
         ]
-        return np.concatenate(spans) if spans else np.zeros(0, np.int32)
+        return np.concatenate([*spans, np.zeros(0, np.int32)])
 
     def fetch(self) -> None:
         """Copy the files of a store at a URL to this machine, where they are mapped. Raises
@@ -431,23 +436,22 @@ class GrowingStore(TokenStore):
             while self._starts[-1] < stop and self._directories != []:
                 if self._error:
                     raise self._error
-                # The files say how far the work is, whichever process does it.
-                shards: list[Shard] = []
                 if not self._directories:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
-                elif store := TokenStore.open(self._directories[0]):
-                    shards = store._shards[self._taken :]
-                    self._directories.pop(0)
-                    self._taken = 0
-                elif shard := Shard.finished(self._directories[0], self._taken):
-                    shards = [shard]
+                    continue
+                # The files say how far the work is, whichever process does it. The manifest is
+                # written after the shards, so it is looked for before them.
+                is_complete = (self._directories[0] / MANIFEST).exists()
+                if shard := Shard.finished(self._directories[0], self._taken):
                     self._taken += 1
-                else:
-                    time.sleep(SECONDS_BETWEEN_LOOKS)
-                for shard in shards:
                     self._shards.append(shard)
                     self._begins.append(self._begins[-1] + shard.tokens)
-                self._take_all()
+                    self._take_all()
+                elif is_complete:
+                    self._directories.pop(0)
+                    self._taken = 0
+                else:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
         return super().held(stop)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int, int]]:
@@ -536,14 +540,18 @@ def open_or_build(
         for index, (_, group) in enumerate(groups):
             shard = Shard.finished(directory, index)
             if not shard:
-                shard = _write_shard(directory / f"{index:05d}", group, tokenizer, beginning)
+                path = directory / f"{index:05d}"
+                tokens, table = _encoded(group, tokenizer, beginning)
+                files = {"tokens": write_array(path.with_suffix(".tokens"), tokens)}
+                shard = write_index(path, len(tokens), table, files)
             progress.tell()
             shards.append(shard)
-        check(sum(shard.documents for shard in shards), sum(shard.bytes for shard in shards))
+        store = TokenStore(shards, tokenizer.dtype, directory.name, beginning)
+        check(store.documents, store.bytes)
         entries = [shard.entry() for shard in shards]
         record = {"dtype": tokenizer.dtype.name, "beginning": [*beginning], "shards": entries}
         write_text(directory / MANIFEST, json.dumps(record, indent=1))
-        return TokenStore(shards, tokenizer.dtype, directory.name, beginning)
+        return store
 
 
 def head_of(
@@ -593,7 +601,9 @@ def _encoded(
         rows = []
         encoded = tokenizer.encode_arrays([each.piece.text for each in batch])
         for (piece, _, size, begins), ids in zip(batch, encoded, strict=True):
-            first = before if begins else before[:0]
+            first = before
+            if not begins:
+                first = before[:0]
             rows += [first, ids, end[: piece.ends]]
             tokens += len(first) + len(ids) + piece.ends
             if piece.ends:
@@ -603,14 +613,6 @@ def _encoded(
         blocks.append(np.concatenate(rows).astype(tokenizer.dtype))
     table = np.array([ends, sizes, np.array(hashes, np.float64).view(INDEX_DTYPE)], INDEX_DTYPE)
     return np.concatenate(blocks), table
-
-
-def _write_shard(
-    path: Path, pieces: Iterable[CountedPiece], tokenizer: Tokenizer, beginning: tuple[int, ...]
-) -> Shard:
-    tokens, table = _encoded(pieces, tokenizer, beginning)
-    files = {"tokens": write_array(path.with_suffix(".tokens"), tokens)}
-    return write_index(path, len(tokens), table, files)
 
 
 def write_index(path: Path, tokens: int, table: np.ndarray, files: dict[str, Written]) -> Shard:

@@ -260,8 +260,9 @@ class AnswerTemplate(Template):
             # The last token is a target alone, so that a row has length + 1 tokens.
             capacity = max(self.length + 1 - answer, (self.length + 1) // 2)
             lost = max(int(edges[0]) - capacity, 0)
-            begins = ids[: len(self.before)].tolist() == self.before
-            start = len(self.before) if begins else 0
+            start = 0
+            if ids[: len(self.before)].tolist() == self.before:
+                start = len(self.before)
             ids = joined(ids[:start], ids[start + lost :])
             edges = edges - lost
         ids = ids[: self.length + 1]
@@ -355,9 +356,11 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
             ends = []
             for ids, learned in pair:
                 places = np.flatnonzero(learned).tolist()
+                end = len(ids)
                 if places:
                     begin = min(begin, places[0])
-                ends.append(places[-1] + 1 if places else len(ids))
+                    end = places[-1] + 1
+                ends.append(end)
             begin = common_length(chosen[:begin], rejected[:begin])
             yield chosen[:begin], chosen[begin : ends[0]], rejected[begin : ends[1]]
 
@@ -398,13 +401,16 @@ class FramedTemplate(Template):
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
+        start: list[int] = []
+        stop = [self.end]
         # The tokenizer of a decoder may have these too, but they stand around no text of it.
-        first = last = None
         if row_format.marks:
             first = tokenizer.special("cls")
+            if first is not None:
+                start = [first]
             last = tokenizer.special("sep")
-        start = [] if first is None else [first]
-        stop = [self.end if last is None else last]
+            if last is not None:
+                stop = [last]
         # What stands around one text or two: the tokenizer's template, or [CLS] and [SEP] or the
         # end token where it has none.
         self.frames: dict[int, Frame] = {}
@@ -459,21 +465,21 @@ class TagTemplate(FramedTemplate):
     `ClassTemplate`."""
 
     def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
-        # With the space before it, as the word is tokenized within a sentence.
-        words = [
-            f" {word}" if position else word
-            for record in records
-            for position, word in enumerate(record[0])
-        ]
+        words: list[str] = []
+        for record in records:
+            for position, word in enumerate(record[0]):
+                # With the space before it, as the word is tokenized within a sentence.
+                words.append(f" {word}" if position else word)
         pieces = iter(self.tokenizer.encode_batch(words))
         for _, tags in records:
             ids: list[int] = []
             numbers: list[int] = []
             for tag in tags:
-                word = next(pieces)
-                ids += word
+                word_ids = next(pieces)
+                ids += word_ids
                 # The further pieces of a word, numbered -1, are not learned.
-                numbers += [labels.setdefault(tag, len(labels)), *[-1] * len(word)][: len(word)]
+                of_word = [labels.setdefault(tag, len(labels)), *[-1] * len(word_ids)]
+                numbers += of_word[: len(word_ids)]
             yield ids, numbers
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:

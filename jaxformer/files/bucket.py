@@ -273,8 +273,11 @@ class StorePath(ProxyUPath):
         return target
 
     def folders(self, marker: str, complete: bool = True) -> list[Any]:
-        paths = [self / name for name in self.entries()]
-        return [path for path in paths if (path / marker).exists() == complete]
+        folders = []
+        for name in self.entries():
+            if (self / name / marker).exists() == complete:
+                folders.append(self / name)
+        return folders
 
     @_asks("read")
     def version(self) -> ObjectVersion | None:
@@ -331,17 +334,19 @@ class StorePath(ProxyUPath):
         return copy
 
     def local_folder(self, is_wanted: Callable[[str], bool]) -> Path:
-        entries = self.entries().items()
-        versions = {name: _version_in(entry) for name, entry in entries if entry["type"] == "file"}
+        versions = {}
+        for name, entry in self.entries().items():
+            if entry["type"] == "file":
+                versions[name] = _version_in(entry)
         directory = self._folder_of_copies(f"{self} {sorted(versions.items())}")
-        wanted = [name for name in versions if is_wanted(name) and not (directory / name).is_file()]
 
         def copy(name: str) -> None:
-            # Not the version of the listing, which some stores say otherwise.
-            (self / name)._make_copy(directory / name, (self / name)._current())
+            if not (directory / name).is_file():
+                # Not the version of the listing, which some stores say otherwise.
+                (self / name)._make_copy(directory / name, (self / name)._current())
 
         with ThreadPoolExecutor(COPIES_TOGETHER) as threads:
-            list(threads.map(copy, wanted))
+            list(threads.map(copy, filter(is_wanted, versions)))
         return directory
 
     def _folder_of_copies(self, content: str) -> Path:
@@ -393,12 +398,13 @@ class StorePath(ProxyUPath):
     def _matches(
         self, entries: Mapping[str, Any], leaves_out: Callable[[str], bool]
     ) -> dict[Any, Any]:
-        named = {key.removeprefix(self.path).lstrip("/"): entry for key, entry in entries.items()}
-        return {
-            self / name: _version_in(entry)
-            for name, entry in sorted(named.items())
-            if entry["type"] == "file" and not any(map(leaves_out, name.split("/")))
-        }
+        matches = {}
+        for key in sorted(entries):
+            entry = entries[key]
+            name = key.removeprefix(self.path).lstrip("/")
+            if entry["type"] == "file" and not any(map(leaves_out, name.split("/"))):
+                matches[self / name] = _version_in(entry)
+        return matches
 
     @_asks("listed")
     def names_below(self) -> list[str]:
@@ -489,7 +495,9 @@ def opened_url(url: str) -> Path:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         extra = EXTRAS.get(scheme)
-        install = f'pip install "jaxformer[{extra}]"' if extra else str(error)
+        install = str(error)
+        if extra:
+            install = f'pip install "jaxformer[{extra}]"'
         raise ConfigError(f"{url}: {scheme}:// needs another package: {install}") from error
     except ValueError as error:
         raise ConfigError(
@@ -512,8 +520,8 @@ def opened_url(url: str) -> Path:
 
 def _version_in(entry: Mapping[str, Any]) -> ObjectVersion:
     """The version that an entry of a listing of fsspec has."""
-    tag = next((str(entry[key]) for key in VERSION_KEYS if entry.get(key)), "")
-    return ObjectVersion(int(entry.get("size") or 0), tag)
+    tags = [*filter(None, map(entry.get, VERSION_KEYS)), ""]
+    return ObjectVersion(int(entry.get("size") or 0), str(tags[0]))
 
 
 class Upload(OutputFolder):
@@ -545,7 +553,9 @@ class AppendedObject:
     def __init__(self, path: StorePath) -> None:
         self.path = path
         exists = path.exists()
-        self._content = bytearray(path.read_bytes() if exists else b"")
+        self._content = bytearray()
+        if exists:
+            self._content += path.read_bytes()
         self._unput = False
         self._failure = ""
         self._lock = threading.RLock()

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fnmatch
 import glob
+import itertools
 import os
 import shutil
 import stat
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -121,7 +122,9 @@ class OnDisk:
         draft = None
         try:
             replaced_link = not follow and path.is_symlink()
-            target = path if replaced_link else resolved_file(path, advice)
+            target = path
+            if not replaced_link:
+                target = resolved_file(path, advice)
             # In the folder of the target, because a file cannot be renamed to another file system.
             # The name is new each time, so that two processes never write one draft.
             draft = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
@@ -227,7 +230,9 @@ class OnDisk:
     def folders(self, marker: str, complete: bool = True) -> list[Any]:
         """The folders directly below that are complete, or those that are not: where a folder
         cannot be renamed, it is complete once it has the file `marker`, which is written last."""
-        return [path for path in self._path.glob("*") if path.is_dir()] if complete else []
+        if not complete:
+            return []
+        return [path for path in self._path.glob("*") if path.is_dir()]
 
     # Reading
 
@@ -294,17 +299,20 @@ class OnDisk:
             folders[:] = [below for below in folders if not leaves_out(below)]
             paths += [Path(name, file) for file in files if not leaves_out(file)]
         paths.sort(key=lambda path: path.relative_to(self._path).as_posix())
-        return _with_versions(paths)
+        return with_versions(paths)
 
     def files_matching(self, root: Path) -> Matches:
         """The files that a glob finds, sorted, with their versions; `root` is its fixed part.
         Raises ConfigError where a store does not answer."""
-        return _with_versions(sorted(map(Path, glob.glob(str(self._path), recursive=True))))
+        return with_versions(sorted(map(Path, glob.glob(str(self._path), recursive=True))))
 
     def names_below(self) -> list[str]:
         """The names of all files below a folder, relative to it."""
-        files = (path for path in self._path.rglob("*") if path.is_file())
-        return [path.relative_to(self._path).as_posix() for path in files]
+        names = []
+        for path in self._path.rglob("*"):
+            if path.is_file():
+                names.append(path.relative_to(self._path).as_posix())
+        return names
 
     # Locks
 
@@ -402,26 +410,30 @@ def store_of(path: Path) -> OnDisk:
     return OnDisk(path) if isinstance(path, Path) else bucket_path
 
 
-def local_copies(paths: Sequence[Path], digests: Sequence[str] = ()) -> list[Path]:
+def local_copies(
+    paths: Sequence[Path], digests: Iterable[str] = itertools.repeat("")
+) -> list[Path]:
     """`local_copy` of several files at a time."""
     with ThreadPoolExecutor(COPIES_TOGETHER) as threads:
-        copies = threads.map(
-            lambda path, digest: store_of(path).local_copy(digest),
-            paths,
-            digests or [""] * len(paths),
-        )
-        return [*copies]
+        copies = [store_of(path).local_copy for path in paths]
+        return [*threads.map(lambda copy, digest: copy(digest), copies, digests)]
 
 
-def _with_versions(paths: Sequence[Path]) -> Matches:
-    versions = {path: OnDisk(path).version() for path in paths}
-    return {path: version for path, version in versions.items() if version}
+def with_versions(paths: Sequence[Path]) -> Matches:
+    """Return the paths that are files, with their versions."""
+    matches = {}
+    for path in paths:
+        if version := OnDisk(path).version():
+            matches[path] = version
+    return matches
 
 
 def resolved_file(path: Path, advice: str) -> Path:
     """The file that is written for a path, with symbolic links resolved. Raises ConfigError, with
     `advice`, for something else than a file."""
-    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    target = path
+    if path.is_symlink():
+        target = Path(os.path.realpath(path))
     if target.is_symlink() or (target.exists() and not target.is_file()):
         raise ConfigError(f"{path} is {kind_of(target)} and not a file: {advice}.")
     return target

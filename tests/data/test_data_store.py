@@ -26,7 +26,6 @@ from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import Corpus, TokenStore, corpus, open_or_build
 from jaxformer.data import store as store_files
 from jaxformer.data.documents import Piece
-from jaxformer.data.ids import IdArray
 from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.store import Shard
 from jaxformer.files import ConfigError
@@ -170,13 +169,13 @@ from jaxformer.data.rows import CausalRows, Rows
 from jaxformer.data.documents import Piece
 from jaxformer.tokenizer import byte_tokenizer
 store.SHARD_CHARACTERS = 100
-write = store._write_shard
+write = store.write_index
 def slow(*args):
     shard = write(*args)
     time.sleep(0.03)
     print(int(args[0].name), flush=True)
     return shard
-store._write_shard = slow
+store.write_index = slow
 pieces = [Piece(f"{i:050d}", str(i), True) for i in range(40)]
 made = store.open_or_build(Path(sys.argv[1]), lambda: pieces, byte_tokenizer())
 print("tokens", made.tokens, int(made.read(0, made.tokens).sum()))
@@ -226,8 +225,8 @@ def _sparse_store(folder: Path, size: int) -> TokenStore:
     (folder / "00000.documents").write_bytes(np.stack([ends, ends, ends]).tobytes())
     written = store_files.digest(folder / "00000.documents")
     files = {"documents": store_files.Written(24 * len(ends), written)}
-    ids = IdArray(folder / "ids.bin", np.dtype(np.uint16), 0, size)
-    shard = Shard(folder / "00000", size, len(ends), 0, files, {"tokens": ids.mapped})
+    ids = np.memmap(folder / "ids.bin", np.uint16, "r").view(np.ndarray)
+    shard = Shard(folder / "00000", size, len(ends), 0, files, {"tokens": lambda: ids})
     return TokenStore([shard], np.dtype(np.uint16), "sparse")
 
 

@@ -14,7 +14,7 @@ from stored import data as settings_of
 
 from jaxformer.config.run import DataConfig
 from jaxformer.data import Batches, NumpyBatch, Rows, evaluation_batches
-from jaxformer.data.mixture import Mixture, check_shares, counts
+from jaxformer.data.mixture import Mixture, counts, shares_of
 from jaxformer.files import ConfigError
 
 WEIGHTS = st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any)
@@ -162,7 +162,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_shares_that_are_none_are_one_message(case: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[case]):
-        check_shares(["a.txt", "b.txt"], DataConfig(weights=case))
+        shares_of(["a.txt", "b.txt"], DataConfig(weights=case))
 
 
 def test_a_source_too_small_for_a_row_is_named() -> None:

@@ -168,7 +168,7 @@ def test_interrupted_work_goes_on_from_its_shard(
     text, cache = put(f"{s3_bucket}/text"), f"{s3_bucket}/cache"
     written: list[str] = []
     stops = [3]
-    write_shard = store_files._write_shard
+    write_shard = store_files.write_index
 
     def stopping_once(path: Path, *rest: Any) -> Any:
         if len(written) in stops:
@@ -177,7 +177,7 @@ def test_interrupted_work_goes_on_from_its_shard(
         written.append(path.name)
         return write_shard(path, *rest)
 
-    monkeypatch.setattr(store_files, "_write_shard", stopping_once)
+    monkeypatch.setattr(store_files, "write_index", stopping_once)
     with pytest.raises(KeyboardInterrupt):
         prepare(run_of(cache, text))
     resumed = batches_of(run_of(cache, text))

@@ -46,7 +46,7 @@ def test_rows_come_as_the_text_has_them_each_time_anew_for_any_number_of_process
 def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A head of 60 characters, and shards of 100, of which all but the first wait for this
     event."""
-    go_on, write = threading.Event(), store_files._write_shard
+    go_on, write = threading.Event(), store_files.write_index
 
     def written(path: Path, *rest: Any) -> store_files.Shard:
         assert path.name == "00000" or go_on.wait(60)
@@ -54,7 +54,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(store_files, "HEAD_CHARACTERS", 60)
     monkeypatch.setattr(store_files, "SHARD_CHARACTERS", 100)
-    monkeypatch.setattr(store_files, "_write_shard", written)
+    monkeypatch.setattr(store_files, "write_index", written)
     return go_on
 
 

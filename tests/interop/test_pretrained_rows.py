@@ -13,7 +13,6 @@ from tokenizers import Tokenizer as Backend
 from jaxformer.cli.sample import growing_text
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
-from jaxformer.data.ids import IdArray
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.store import Shard, TokenStore
 from jaxformer.data.templates import PairTemplate, SFTTemplate
@@ -57,10 +56,8 @@ def test_rows_of_plain_text_stand_in_the_template_and_fit(
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
     text = np.array(tokenizer.encode(" ".join(TEXTS)), np.uint16)[:300]
-    text.tofile(tmp_path / "ids")
-    ids = IdArray(tmp_path / "ids", text.dtype, 0, 300)
     store = TokenStore(
-        [Shard(tmp_path / "ids", 300, 0, 0, {}, {"tokens": ids.mapped})], text.dtype, "text"
+        [Shard(tmp_path / "ids", 300, 0, 0, {}, {"tokens": lambda: text})], text.dtype, "text"
     )
     data = DataConfig(sequence_length=length, source_length=source_length)
     run = RunConfig(model=ModelConfig(family="encoder_decoder"), data=data)

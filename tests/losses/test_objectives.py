@@ -14,7 +14,6 @@ from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.settings import with_settings
 from jaxformer.data import NumpyBatch, TokenStore, open_or_build
 from jaxformer.data.documents import Piece
-from jaxformer.data.ids import IdArray
 from jaxformer.data.masking import MaskedRows
 from jaxformer.data.spans import PrefixRows, SpanRows, hidden_counts, random_parts, raw_length
 from jaxformer.data.store import Shard
@@ -48,10 +47,10 @@ END, CLS, SEP, MASK, *EXTRA = range(PLACES, PLACES + 104)
 def places(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     folder = tmp_path_factory.mktemp("store")
     numbers = np.arange(PLACES, dtype=np.uint16)
-    numbers.tofile(folder / "ids")
-    ids = IdArray(folder / "ids", numbers.dtype, 0, PLACES)
     return TokenStore(
-        [Shard(folder / "ids", PLACES, 0, 0, {}, {"tokens": ids.mapped})], numbers.dtype, "places"
+        [Shard(folder / "ids", PLACES, 0, 0, {}, {"tokens": lambda: numbers})],
+        numbers.dtype,
+        "places",
     )
 
 
