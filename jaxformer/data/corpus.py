@@ -375,7 +375,7 @@ def text_store(
         progress = ProgressNotes(log, sum(missing))
         began = time.perf_counter()
         if not missing:
-            log(f"{source}: reusing {directories[0]}, in all {len(parts):,}")
+            log(f"{source}: reusing {directories[0]}, the first of {len(parts):,} parts")
         elif not source.of_ids:
             of_all = f"{len(missing):,} of {len(parts):,} parts"
             log(f"{source}: tokenizing {megabytes(sum(missing))}, {of_all}")

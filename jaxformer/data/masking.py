@@ -113,9 +113,10 @@ class MaskedRows(TextRows):
         first = text[:cut]
         second = text[cut:]
         other_start = self._elsewhere(start, len(second), rng)
+        follows = True
         # In a store too small for another text each one follows.
-        follows = other_start is None or rng.random() < 0.5
-        if other_start is not None and not follows:
+        if other_start is not None and rng.random() >= 0.5:
+            follows = False
             second = self.store.read(other_start, other_start + len(second))
         ids, kinds = self.frame.fill([first, second])
         # About as many as tokens of the row are predicted.
@@ -139,7 +140,9 @@ class MaskedRows(TextRows):
         if not before + after:
             return None
         drawn = int(rng.integers(before + after))
-        return drawn if drawn < before else start + self.stride + drawn - before
+        if drawn < before:
+            return drawn
+        return start + self.stride + drawn - before
 
     def _chosen(
         self, ids: np.ndarray, segments: np.ndarray, rng: np.random.Generator
