@@ -190,12 +190,12 @@ class ModelConfig(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training drops anything, so that a loss needs a key."""
+        """Return whether training drops anything, so that a loss needs a key."""
         return bool(self.dropout or self.attention_dropout_rate)
 
     @property
     def encoder_layers(self) -> int:
-        """Number of blocks with attention to both sides."""
+        """Return the number of blocks with attention to both sides."""
         if self.family == "decoder":
             return 0
         if self.family == "encoder":
@@ -204,7 +204,7 @@ class ModelConfig(Section):
 
     @property
     def layers_in_group(self) -> int:
-        """Number of consecutive layers that share one set of parameters."""
+        """Return the number of consecutive layers that share one set of parameters."""
         return self.n_layers // (self.layer_groups or self.n_layers)
 
     @property
@@ -214,7 +214,7 @@ class ModelConfig(Section):
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward has a gate."""
+        """Return whether the feed-forward has a gate."""
         return self.activation in GATED
 
     @property

@@ -35,7 +35,8 @@ class Bounds:
         return text
 
     def hold(self, value: float) -> bool:
-        """Whether the value is within the bounds. Infinity never is, as `below` excludes it."""
+        """Return whether the value is within the bounds. Infinity never is, as `below` excludes
+        it."""
         return self.low <= value <= self.most and value < self.below
 
 
@@ -51,7 +52,7 @@ class Letters:
         return f"letters {self.meaning}"
 
     def hold(self, value: Any) -> bool:
-        """Whether the value is of these letters."""
+        """Return whether the value is of these letters."""
         return value != "" and {*value} <= {*self.letters}
 
 

@@ -60,14 +60,18 @@ ATTENTION_FACTORS: dict[str, Callable[[Any], float]] = {
     ),
 }
 BIASED_SCORES = ("alibi", "t5", "disentangled")  # the positions that add a bias to the scores
+# The parts of a layer that have a bias, for each value of model.bias.
 BIASED = {
-    "none": frozenset[str](),
-    "qkv": frozenset({"qkv"}),
-    "attention": frozenset({"qkv", "out"}),
-    "ffn": frozenset({"ffn"}),
-    "norm": frozenset({"norm"}),
-    "qkv_norm": frozenset({"qkv", "norm"}),
-    "ffn_norm": frozenset({"ffn", "norm"}),
-    "all_but_qkv": frozenset({"out", "ffn", "norm"}),
-    "all": frozenset({"qkv", "out", "ffn", "norm"}),
+    bias: frozenset(parts.split())
+    for bias, parts in {
+        "none": "",
+        "qkv": "qkv",
+        "attention": "qkv out",
+        "ffn": "ffn",
+        "norm": "norm",
+        "qkv_norm": "qkv norm",
+        "ffn_norm": "ffn norm",
+        "all_but_qkv": "out ffn norm",
+        "all": "qkv out ffn norm",
+    }.items()
 }

@@ -23,8 +23,12 @@ from jaxformer.tokenizer import byte_tokenizer
 
 # A record of each kind of field: one word, whose tag or label is "a" too.
 INVENTED: dict[Kind, Value] = {
-    **dict.fromkeys(("text", "label", "prompt", "completion"), "a"),
-    **dict.fromkeys(("words", "tags"), ("a",)),
+    "text": "a",
+    "label": "a",
+    "prompt": "a",
+    "completion": "a",
+    "words": ("a",),
+    "tags": ("a",),
     "messages": ('{"role": "user", "content": "a"}', '{"role": "assistant", "content": "a"}'),
 }
 PREFETCHED = 2  # batches made ahead on a thread

@@ -61,7 +61,7 @@ class RecordField(NamedTuple):
 
     @property
     def columns(self) -> list[str]:
-        """The names that the record has for it."""
+        """Return the names that the record has for it."""
         if self.kind == "messages":
             return self.name.split("+")
         return [self.name]

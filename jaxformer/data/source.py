@@ -57,8 +57,11 @@ from jaxformer.tokenizer.words import in_batches
 # The suffixes that a directory is searched for, and their formats. A file that is named by itself
 # or by a glob may also be text of another suffix.
 FORMATS = {
-    **dict.fromkeys((".txt", ".text", ".md"), "text"),
-    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
     ".tsv": "tsv",
     ".parquet": "parquet",
 }

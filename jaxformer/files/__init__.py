@@ -44,12 +44,13 @@ def located(text: str | Path) -> Path:
 
 
 def is_remote(text: str) -> bool:
-    """Whether a text names a URL, which is asked for with the credentials of whoever reads it."""
+    """Return whether a text names a URL, which is asked for with the credentials of whoever reads
+    it."""
     return bool(re.match(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+://", text))
 
 
 def lexists(path: Path) -> bool:
-    """Whether there is anything of this name: a file, a directory, a link or an object."""
+    """Return whether there is anything of this name: a file, a directory, a link or an object."""
     return path.is_symlink() or path.exists()
 
 

@@ -77,8 +77,8 @@ _appended: "weakref.WeakSet[AppendedObject]" = weakref.WeakSet()
 
 
 def explained(error: BaseException) -> str:
-    """The reason, in parentheses, for what a store or its library raised once all tries were over,
-    and what to do."""
+    """Return the reason, in parentheses, for what a store or its library raised once all tries were
+    over, and what to do."""
     reason = " ".join(str(error).split())[:REASON_CHARACTERS] or type(error).__name__
     return (
         f"({reason}): look whether the bucket exists (jaxformer makes none), whether its region is"
@@ -132,7 +132,7 @@ class StorePath(ProxyUPath):
 
     @_asks("read")
     def read_bytes(self) -> bytes:
-        """The content, by one request, so that it is of one version of the object."""
+        """Return the content, by one request, so that it is of one version of the object."""
         return bytes(self.fs.cat_file(self.path))
 
     @_asks("listed")
@@ -164,8 +164,8 @@ class StorePath(ProxyUPath):
 
     @_asks("listed")
     def entries(self) -> dict[str, Any]:
-        """What fsspec says of each object and folder directly below, by its name; nothing where
-        there are none."""
+        """Return what fsspec says of each object and folder directly below, by its name; nothing
+        where there are none."""
         try:
             entries = self.fs.ls(self.path, detail=True)
         except FileNotFoundError:
@@ -350,7 +350,7 @@ class StorePath(ProxyUPath):
         return directory
 
     def _folder_of_copies(self, content: str) -> Path:
-        """Where copies of objects of this folder are kept."""
+        """Return where copies of objects of this folder are kept."""
         root = Path(os.environ.get(VARIABLE) or COPIES_FOLDER).expanduser().absolute()
         name = str(self).rstrip("/").rpartition("/")[2] or "root"
         return root / f"{name}-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
@@ -412,7 +412,7 @@ class StorePath(ProxyUPath):
         return [name.removeprefix(folder) for name in self.fs.find(self.path)]
 
     def is_locked(self) -> bool:
-        """Whether a process that is not known to have ended claims a folder."""
+        """Return whether a process that is not known to have ended claims a folder."""
         record = _read_claim(self / CLAIM)
         return bool(record) and not _is_left(record)
 
@@ -488,8 +488,8 @@ class StorePath(ProxyUPath):
 
 
 def opened_url(url: str) -> Path:
-    """The path of a URL. Raises ConfigError where nothing here opens such URLs, and where its
-    bucket does not answer."""
+    """Return the path of a URL. Raises ConfigError where nothing here opens such URLs, and where
+    its bucket does not answer."""
     scheme = url.split("://")[0].lower()
     try:
         fsspec.get_filesystem_class(scheme)
@@ -519,7 +519,7 @@ def opened_url(url: str) -> Path:
 
 
 def _version_in(entry: Mapping[str, Any]) -> ObjectVersion:
-    """The version that an entry of a listing of fsspec has."""
+    """Return the version that an entry of a listing of fsspec has."""
     tags = [*filter(None, map(entry.get, VERSION_KEYS)), ""]
     return ObjectVersion(int(entry.get("size") or 0), str(tags[0]))
 
@@ -614,7 +614,7 @@ def _put_claim(path: Any, record: dict[str, Any]) -> bool:
 
 
 def _read_claim(path: Any) -> dict[str, Any]:
-    """The record of a claim; empty where there is none. Raises ConfigError."""
+    """Return the record of a claim; empty where there is none. Raises ConfigError."""
     for attempt in range(READINGS):
         if not path.exists():
             return {}
@@ -633,7 +633,8 @@ def _remove_claim(path: Any) -> None:
 
 
 def _is_left(record: dict[str, Any]) -> bool:
-    """Whether the process of a claim has ended on this machine, or has not renewed it for long."""
+    """Return whether the process of a claim has ended on this machine, or has not renewed it for
+    long."""
     renewed = record.get("renewed")
     pid = record.get("pid")
     if not isinstance(renewed, int | float) or time.time() - renewed > LEFT_AFTER:
@@ -642,15 +643,14 @@ def _is_left(record: dict[str, Any]) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # it is somebody else's
-        return False
+    except OSError as error:  # or it is somebody else's
+        return isinstance(error, ProcessLookupError)
     return False
 
 
 def _machine() -> str:
-    """A name of this start of this machine and of its table of processes; "" where it has none."""
+    """Return a name of this start of this machine and of its table of processes; "" where it has
+    none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"

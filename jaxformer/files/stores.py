@@ -93,8 +93,8 @@ class OnDisk:
             ) from error
 
     def free_space(self) -> tuple[Path, int] | None:
-        """The nearest folder that exists and the bytes that are free on its disk; None where there
-        is no such bound."""
+        """Return the nearest folder that exists and the bytes that are free on its disk; None where
+        there is no such bound."""
         folder = self._existing()
         return folder, shutil.disk_usage(folder).free
 
@@ -103,7 +103,8 @@ class OnDisk:
         return next(folder for folder in (path, *path.parents) if folder.exists())
 
     def lacks_folder(self) -> bool:
-        """Whether the path is no folder, where there has to be one before files are written."""
+        """Return whether the path is no folder, where there has to be one before files are
+        written."""
         return not self._path.is_dir()
 
     # Writing
@@ -197,7 +198,7 @@ class OnDisk:
                     target.rmdir()
 
     def output_folder(self) -> OutputFolder:
-        """The folder in which a library writes what the one of the path will hold."""
+        """Return the folder in which a library writes what the one of the path will hold."""
         return OutputFolder(self._path)
 
     # Moving and removing
@@ -228,8 +229,9 @@ class OnDisk:
         return target
 
     def folders(self, marker: str, complete: bool = True) -> list[Any]:
-        """The folders directly below that are complete, or those that are not: where a folder
-        cannot be renamed, it is complete once it has the file `marker`, which is written last."""
+        """Return the folders directly below that are complete, or those that are not: where a
+        folder cannot be renamed, it is complete once it has the file `marker`, which is written
+        last."""
         if not complete:
             return []
         return [path for path in self._path.glob("*") if path.is_dir()]
@@ -237,8 +239,8 @@ class OnDisk:
     # Reading
 
     def version(self) -> ObjectVersion | None:
-        """The version of a file, None where there is none. Raises ConfigError for an object that
-        may not be read, unlike `path.exists()`."""
+        """Return the version of a file, None where there is none. Raises ConfigError for an object
+        that may not be read, unlike `path.exists()`."""
         try:
             status = self._path.stat()
         except ValueError:  # a path with a NUL
@@ -263,7 +265,7 @@ class OnDisk:
         yield self._path
 
     def local_copy(self, digest: str = "") -> Path:
-        """The file on this machine's disk: itself, or a copy of the object, made where it is
+        """Return the file on this machine's disk: itself, or a copy of the object, made where it is
         missing or of an earlier version.
 
         The digest is that of the content (BLAKE2b, 128 bits): a copy that has it is used without
@@ -273,13 +275,14 @@ class OnDisk:
         return self._path
 
     def local_folder(self, is_wanted: Callable[[str], bool]) -> Path:
-        """The folder on this machine's disk: itself, or one with copies of the objects directly
-        below a URL whose names are wanted. Raises ConfigError as `local_copy` does."""
+        """Return the folder on this machine's disk: itself, or one with copies of the objects
+        directly below a URL whose names are wanted. Raises ConfigError as `local_copy` does."""
         return self._path
 
     def files_below(self, leaves_out: Callable[[str], bool] = is_hidden) -> Matches:
-        """The files below a folder, sorted, with their versions, without the names that are left
-        out (hidden ones) and what is below them; links are followed once. Raises ConfigError."""
+        """Return the files below a folder, sorted, with their versions, without the names that
+        are left out (hidden ones) and what is below them; links are followed once. Raises
+        ConfigError."""
         paths: list[Path] = []
         folders_read: set[str] = set()
 
@@ -302,12 +305,12 @@ class OnDisk:
         return with_versions(paths)
 
     def files_matching(self, root: Path) -> Matches:
-        """The files that a glob finds, sorted, with their versions; `root` is its fixed part.
-        Raises ConfigError where a store does not answer."""
+        """Return the files that a glob finds, sorted, with their versions; `root` is its fixed
+        part. Raises ConfigError where a store does not answer."""
         return with_versions(sorted(map(Path, glob.glob(str(self._path), recursive=True))))
 
     def names_below(self) -> list[str]:
-        """The names of all files below a folder, relative to it."""
+        """Return the names of all files below a folder, relative to it."""
         names = []
         for path in self._path.rglob("*"):
             if path.is_file():
@@ -317,7 +320,7 @@ class OnDisk:
     # Locks
 
     def is_locked(self) -> bool:
-        """Whether a process has locked a folder."""
+        """Return whether a process has locked a folder."""
         import fcntl  # Windows lacks it
 
         try:
@@ -405,7 +408,8 @@ class OnDisk:
 
 
 def store_of(path: Path) -> OnDisk:
-    """What the store of a path does in its own way; the path of a URL has these methods itself."""
+    """Return what the store of a path does in its own way; the path of a URL has these methods
+    itself."""
     bucket_path: Any = path
     return OnDisk(path) if isinstance(path, Path) else bucket_path
 
@@ -429,8 +433,8 @@ def with_versions(paths: Sequence[Path]) -> Matches:
 
 
 def resolved_file(path: Path, advice: str) -> Path:
-    """The file that is written for a path, with symbolic links resolved. Raises ConfigError, with
-    `advice`, for something else than a file."""
+    """Return the file that is written for a path, with symbolic links resolved. Raises ConfigError,
+    with `advice`, for something else than a file."""
     target = path
     if path.is_symlink():
         target = Path(os.path.realpath(path))
@@ -440,7 +444,7 @@ def resolved_file(path: Path, advice: str) -> Path:
 
 
 def kind_of(path: Path) -> str:
-    """What a path is that is no file."""
+    """Return what a path is that is no file."""
     if not path.exists():
         return "a link that leads to itself"
     return "a directory" if path.is_dir() else "a device, a pipe or a socket"
@@ -460,5 +464,5 @@ def sync(*paths: Path) -> None:
 
 
 def matching(*patterns: str) -> Callable[[str], bool]:
-    """A test of names by patterns such as "*.json"."""
+    """Return a test of names by patterns such as "*.json"."""
     return lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from jaxformer.config.run import Malformed
 from jaxformer.data import documents as document_reader
+from jaxformer.data.corpus import Split
 from jaxformer.data.documents import ErrorHandler, Piece, Skipped, SourceFile, text_documents
 from jaxformer.data.records import Fields, RecordField
 from jaxformer.data.source import Scan, Source, find_source, scan
-from jaxformer.data.splits import Split
 from jaxformer.files import ConfigError
 
 

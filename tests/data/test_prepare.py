@@ -14,9 +14,9 @@ from jaxformer.cli import main
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig
 from jaxformer.data import TokenStore, corpus
 from jaxformer.data import source as source_files
+from jaxformer.data.corpus import Split
 from jaxformer.data.records import RecordField
 from jaxformer.data.source import Scan, file_groups, find_source, scan
-from jaxformer.data.splits import Split
 from jaxformer.files import ConfigError
 
 ROOT = Path(__file__).parents[2]
