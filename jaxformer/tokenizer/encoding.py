@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import tokenizers
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer.byte_level import split_into_words
 from jaxformer.tokenizer.pieces import BYTES, without_panic
-from jaxformer.tokenizer.words import WORD_PATTERNS, last_cut
+from jaxformer.tokenizer.words import PART_CHARACTERS, WORD_PATTERNS, Cuts
 
 if TYPE_CHECKING:
     import tiktoken
@@ -43,8 +42,6 @@ MERGE_SETTINGS = (
     "byte_fallback",
     "ignore_merges",
 )
-
-PART_CHARACTERS = 1 << 16  # characters of a part, where the text can be cut
 
 
 class Fast:
@@ -150,78 +147,25 @@ def _without_offsets(steps: dict[str, Any] | None) -> str:
     return json.dumps(steps).replace('"trim_offsets": true', '"trim_offsets": false')
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """The positions where a text may be cut, as a regular expression; empty where the text must not
-    be cut. `names` are names of tokens, which are neither cut nor separated from the text next to
-    them."""
+def cuts_of(spec: dict[str, Any], names_are_tokens: bool) -> Cuts:
+    """Return the cuts for a tokenizer.json; without a pattern where it may read more than a word at
+    a time. `names_are_tokens` says that names of special tokens in a text are these tokens."""
+    pattern = word_pattern(spec)
+    if spec["normalizer"] is not None or not pattern:
+        return Cuts("")
+    names = []
+    for token in spec["added_tokens"]:
+        if names_are_tokens or not token["special"]:
+            names.append(token["content"])
+    return Cuts(WORD_PATTERNS[pattern].cuts, tuple(names))
 
-    pattern: str
-    names: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, spec: dict[str, Any], names_are_tokens: bool) -> "Cuts":
-        """Return the cuts for a tokenizer.json; without a pattern where it may read more than a
-        word at a time. `names_are_tokens` says that names of special tokens in a text are these
-        tokens."""
-        pattern = word_pattern(spec)
-        if spec["normalizer"] is not None or not pattern:
-            return cls("")
-        names = []
-        for token in spec["added_tokens"]:
-            if names_are_tokens or not token["special"]:
-                names.append(token["content"])
-        return cls(WORD_PATTERNS[pattern].cuts, tuple(names))
-
-    def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
-        """Yield the parts of a text that comes in chunks of any size, in the memory of a few
-        parts."""
-        pending = ""
-        enough = 2 * PART_CHARACTERS
-        for chunk in chunks:
-            if not isinstance(chunk, str):
-                raise ConfigError(
-                    f"a piece of the text is {type(chunk).__name__}, not str: open the file as"
-                    " text."
-                )
-            pending += chunk
-            if len(pending) >= enough:
-                *complete, pending = self.parts(pending)
-                yield from complete
-                # Text that cannot be cut is searched again only when it has doubled, so that the
-                # time stays linear in its length.
-                enough = max(2 * PART_CHARACTERS, 2 * len(pending))
-        yield from self.parts(pending)
-
-    def parts(self, text: str) -> Iterator[str]:
-        """Yield the parts of a text, of about PART_CHARACTERS characters, and more only where it
-        cannot be cut."""
-        start = 0
-        reach = PART_CHARACTERS
-        while self.pattern and start + 2 * reach < len(text):
-            if cut := self._last(text, start + 1, start + reach):
-                yield text[start:cut]
-                start = cut
-                reach = PART_CHARACTERS
-            else:
-                reach *= 2
-        yield text[start:]
-
-    def _last(self, text: str, start: int, stop: int) -> int | None:
-        """Return the last position to cut between `start` and `stop`; None where there is none."""
-        while (cut := last_cut(text, self.pattern, start, stop)) is not None:
-            if not self._is_at_name(text, cut):
-                return cut
-            stop = cut
-        return None
-
-    def _is_at_name(self, text: str, cut: int) -> bool:
-        """Return whether a position is in or next to a name, or may be once more text follows."""
-        for name in self.names:
-            for begin in range(max(0, cut - len(name)), cut + 1):
-                if name.startswith(text[begin : begin + len(name)]):
-                    return True
-        return False
+def _text(chunk: object) -> str:
+    if not isinstance(chunk, str):
+        raise ConfigError(
+            f"a piece of the text is {type(chunk).__name__}, not str: open the file as text."
+        )
+    return chunk
 
 
 class Encoder:
@@ -268,7 +212,7 @@ class Encoder:
         of a few parts. A file is read in blocks rather than lines, which may be long."""
         if hasattr(chunks, "read"):
             chunks = iter(functools.partial(chunks.read, 2 * PART_CHARACTERS), "")
-        blocks = self._cuts[reads_names].blocks(chunks)
+        blocks = self._cuts[reads_names].blocks(map(_text, chunks))
         while batch := [*itertools.islice(blocks, BLOCKS_IN_FLIGHT)]:
             yield from self._rows(batch, reads_names, False)
 
@@ -276,8 +220,8 @@ class Encoder:
     def _cuts(self) -> dict[bool, Cuts]:
         spec = self.spec()
         return {
-            False: Cuts.of(spec, names_are_tokens=False),
-            True: Cuts.of(spec, names_are_tokens=not self._split_names),
+            False: cuts_of(spec, names_are_tokens=False),
+            True: cuts_of(spec, names_are_tokens=not self._split_names),
         }
 
     @functools.cached_property

@@ -4,7 +4,7 @@ All are deterministic. `specials` are the tokens that an objective needs besides
 their ids follow that of the end token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -15,7 +15,6 @@ from jaxformer.tokenizer.byte_level import byte_level_backend, byte_level_bpe
 from jaxformer.tokenizer.metadata import END_OF_TEXT
 from jaxformer.tokenizer.pieces import ANY_CHARACTER, BYTES
 from jaxformer.tokenizer.tokenizer import Tokenizer
-from jaxformer.tokenizer.words import BLOCK_CHARACTERS
 
 
 def train_bpe_tokenizer(
@@ -32,13 +31,9 @@ def train_bpe_tokenizer(
             f" bytes, the end of text and {len(specials)} tokens that the objective needs."
         )
     special_tokens = [END_OF_TEXT, *specials]
-    vocab, merges = train_on(map(_in_blocks, texts), vocab_size, special_tokens, pattern=pattern)
+    each = ([text] for text in texts)
+    vocab, merges = train_on(each, vocab_size, special_tokens, pattern=pattern)
     return Tokenizer(byte_level_bpe(vocab, merges, special_tokens, pattern))
-
-
-def _in_blocks(text: str) -> Iterator[str]:
-    for start in range(0, len(text), BLOCK_CHARACTERS):
-        yield text[start : start + BLOCK_CHARACTERS]
 
 
 def byte_tokenizer(specials: Sequence[str] = ()) -> Tokenizer:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 Sized = TypeVar("Sized")
 
 BLOCK_CHARACTERS = 1 << 19  # characters that are read and counted at a time
+PART_CHARACTERS = 1 << 16  # characters of a part, where the text can be cut
 FEW_BLOCKS = 24  # for fewer blocks, workers would not save time
 
 
@@ -70,44 +71,75 @@ def _finder(pattern: str, ascii_only: bool) -> Callable[[str], list[str]]:
     return re.compile(words, re.ASCII).findall
 
 
-def segments(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) -> Iterator[str]:
-    """Yield the text between special tokens, from a text that comes in blocks.
+class Cuts(NamedTuple):
+    """The positions where a text may be cut, as a regular expression; empty where the text must not
+    be cut. `names` are names of tokens, which are neither cut nor separated from the text next to
+    them."""
 
-    Of special tokens that begin at the same character the longest is taken. Long segments are cut
-    where no word changes, so that little text is in memory at a time.
-    """
+    pattern: str
+    names: tuple[str, ...] = ()
+
+    def blocks(self, chunks: Iterable[str]) -> Iterator[str]:
+        """Yield the parts of a text that comes in chunks of any size, in the memory of a few
+        parts."""
+        pending = ""
+        enough = 2 * PART_CHARACTERS
+        for chunk in chunks:
+            pending += chunk
+            if len(pending) >= enough:
+                *complete, pending = self.parts(pending)
+                yield from complete
+                # Text that cannot be cut is searched again only when it has doubled, so that the
+                # time stays linear in its length.
+                enough = max(2 * PART_CHARACTERS, 2 * len(pending))
+        yield from self.parts(pending)
+
+    def parts(self, text: str) -> Iterator[str]:
+        """Yield the parts of a text, of about PART_CHARACTERS characters, and more only where it
+        cannot be cut."""
+        start = 0
+        reach = PART_CHARACTERS
+        while self.pattern and start + 2 * reach < len(text):
+            if cut := self._last(text, start + 1, start + reach):
+                yield text[start:cut]
+                start = cut
+                reach = PART_CHARACTERS
+            else:
+                reach *= 2
+        yield text[start:]
+
+    def _last(self, text: str, start: int, stop: int) -> int | None:
+        """Return the last position to cut between `start` and `stop`; None where there is none."""
+        import regex  # its start takes 25 ms, and short texts are not cut
+
+        # (?r) searches from the end. A look-behind sees what is before `pos`; a look-ahead does not
+        # see what is after `endpos`.
+        while match := regex.search(f"(?r){self.pattern}", text, pos=start, endpos=stop):
+            stop = match.start()
+            if not self._is_at_name(text, stop):
+                return stop
+        return None
+
+    def _is_at_name(self, text: str, cut: int) -> bool:
+        """Return whether a position is in or next to a name, or may be once more text follows."""
+        for name in self.names:
+            for begin in range(max(0, cut - len(name)), cut + 1):
+                if name.startswith(text[begin : begin + len(name)]):
+                    return True
+        return False
+
+
+def segments(blocks: Iterable[str], special_tokens: Sequence[str], pattern: str) -> Iterator[str]:
+    """Yield the text between special tokens, from a text that comes in blocks, in parts that change
+    no word. Of special tokens that begin at the same character the longest is taken."""
+    parts = Cuts(WORD_PATTERNS[pattern].cuts, tuple(special_tokens)).blocks(blocks)
+    if not special_tokens:
+        yield from parts
+        return
     longest_first = sorted(special_tokens, key=len, reverse=True)
     specials = re.compile("|".join(map(re.escape, longest_first)))
-    longest = max(map(len, special_tokens), default=0)
-    pending = ""
-    for block in itertools.chain(filter(None, blocks), ("",)):
-        pending += block
-        # A special token that begins later may be incomplete until the next block is read.
-        searched = len(pending) - longest if block else len(pending)
-        start = 0
-        for match in specials.finditer(pending) if special_tokens else ():
-            if match.start() > searched:
-                break
-            yield pending[start : match.start()]
-            start = match.end()
-        stop = start
-        if not block:
-            stop = len(pending)
-        elif searched - start >= BLOCK_CHARACTERS // 2:
-            stop = last_cut(pending, WORD_PATTERNS[pattern].cuts, start, searched) or start
-        yield pending[start:stop]
-        pending = pending[stop:]
-
-
-def last_cut(text: str, cuts: str, start: int, stop: int) -> int | None:
-    """Return the last position between `start` and `stop` that the expression `cuts` matches; None
-    where there is none."""
-    import regex  # its start takes 25 ms, and short texts are not cut
-
-    # (?r) searches from the end. A look-behind sees what is before `pos`; a look-ahead does not see
-    # what is after `endpos`.
-    match = regex.search(f"(?r){cuts}", text, pos=start, endpos=stop)
-    return match.start() if match else None
+    for part in parts:
+        yield from specials.split(part)
 
 
 def count_words(texts: Iterable[str], pattern: str, processes: int | None = None) -> Counter[str]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pretrained_tokenizers import copied, saved, with_names
 
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer import Tokenizer, encoding, train_bpe, train_bpe_tokenizer
+from jaxformer.tokenizer import Tokenizer, encoding, train_bpe, train_bpe_tokenizer, words
 
 END = "<|endoftext|>"
 TEXT = (
@@ -277,7 +277,8 @@ def test_a_stream_has_the_ids_of_the_whole_text(
     closed = "".join(HARD[-3000:].split())  # without a space to cut at
     text = HARD[-5_000:] + TEXT[:2000] + closed
     whole = {name: tokenizer.encode(text, special) for name, tokenizer in streaming().items()}
-    monkeypatch.setattr(encoding, "PART_CHARACTERS", 64)
+    for module in (encoding, words):
+        monkeypatch.setattr(module, "PART_CHARACTERS", 64)
     for name, tokenizer in streaming().items():
         for size in (1, 7, 1000):
             chunks = (text[start : start + size] for start in range(0, len(text), size))
@@ -319,7 +320,8 @@ def test_special_tokens_that_lie_where_a_text_is_cut(pieces: list[str]) -> None:
         text, tokenizer = "".join(pieces), Tokenizer(backend)
         wanted = tokenizer.encode(text, special_tokens=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(encoding, "PART_CHARACTERS", 2)
+            for module in (encoding, words):
+                patch.setattr(module, "PART_CHARACTERS", 2)
             assert [*tokenizer.encode_iterable(iter(text), special_tokens=True)] == wanted
             assert tokenizer.encode(text, special_tokens=True) == wanted
 
