@@ -108,6 +108,9 @@ GPT_NEOX = decoder_like(
     ),
     "gpt_neox.embed_in.weight",
     head="embed_out.weight",
+    # The name of the output layer in the class of transformers 5, by which peft adapts it.
+    module_rows=(TensorRow("lm_head.weight", "head.weight"),),
+    renamed=((r"^embed_out\b", "lm_head"),),
     ignored=(r"\.attention\.(masked_)?bias$", INV_FREQ),
 )
 

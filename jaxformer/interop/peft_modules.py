@@ -10,7 +10,6 @@ experts of a layer have one lora_A [E R, inputs], in which the rows of an expert
 and one lora_B [outputs, R E], in which the columns of the experts take turns.
 """
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
 from jaxformer.interop.architectures import find_architecture
-from jaxformer.interop.family import Copy
+from jaxformer.interop.family import Copy, Family
 from jaxformer.interop.peft_config import HEAD_MODULES
 from jaxformer.interop.tensor_table import (
     CONV,
@@ -38,8 +37,6 @@ from jaxformer.interop.tensor_table import (
 from jaxformer.models.transformer import specs as model_specs
 
 PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
-# Modules whose name in the classes of transformers 5 is not that of their tensors in model files.
-OLD_MODULES = ((r"^embed_out\b", "lm_head"),)
 # Modules of other layers that peft takes for the experts of a model when it loads an adapter, since
 # experts were modules of these names before transformers 5. Their weights are parameters to peft.
 TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -50,19 +47,18 @@ SCORE = "score"  # the output layer of a decoder's class head in transformers, w
 class Layout:
     """The tensors of an architecture by name, those that are modules which peft can adapt, by the
     name of the module, the parameters that it adapts by their names (experts, routers, and modules
-    that it takes for experts), and what repeats a tensor (a tied output layer). `prefix` and
-    `renamed` are as in `Family`, for the names of other classes and versions."""
+    that it takes for experts), and what repeats a tensor (a tied output layer). `family` has the
+    names of other classes and versions."""
 
     tensors: Mapping[str, Tensor]
     modules: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     copies: tuple[Copy, ...]
-    prefix: str
-    renamed: tuple[tuple[str, str], ...]
+    family: Family
 
     def matched(self, names: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
         """Return the name in the files of each expected one that they have."""
-        return matched(names, expected, self.prefix, self.renamed)
+        return matched(names, expected, self.family.prefix, self.family.renamed)
 
     def obstacle(self, tensor: Tensor) -> str:
         """Return why peft cannot adapt a module as it is adapted here; empty where it can."""
@@ -140,7 +136,7 @@ def adapter_layout(config: ModelConfig, architecture: str | None = None) -> Layo
         plan.append(score)
         copies = ()
 
-    by_name = {_in_class(tensor.name): tensor for tensor in plan}
+    by_name = {tensor.name: tensor for tensor in plan}
     # peft wraps modules by their names, and experts, which are no modules, as parameters.
     parameters = {}
     modules = {}
@@ -157,14 +153,7 @@ def adapter_layout(config: ModelConfig, architecture: str | None = None) -> Layo
         for module, tensor in modules.items():
             if module.rpartition(".")[2] in TAKEN_FOR_EXPERTS:
                 parameters[f"{module}.weight"] = tensor
-    return Layout(
-        tensors=by_name,
-        modules=modules,
-        parameters=parameters,
-        copies=tuple(copy._replace(name=_in_class(copy.name)) for copy in copies),
-        prefix=family.prefix,
-        renamed=(*family.renamed, *OLD_MODULES),
-    )
+    return Layout(by_name, modules, parameters, copies, family)
 
 
 def parameter_modules(parameters: Sequence[str], adapted: Collection[str]) -> dict[str, str]:
@@ -178,12 +167,6 @@ def parameter_modules(parameters: Sequence[str], adapted: Collection[str]) -> di
             names[name] = module + ".base_layer" * outer[module]
             outer[module] += 1
     return dict(reversed(names.items()))
-
-
-def _in_class(name: str) -> str:
-    for pattern, new in OLD_MODULES:
-        name = re.sub(pattern, new, name)
-    return name
 
 
 def matrix_names(tensor: Tensor) -> tuple[str, str]:
