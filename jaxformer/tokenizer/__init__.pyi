@@ -1,8 +1,7 @@
 from .bpe import train_bpe
 from .chat import ChatTemplate, set_chat_template
-from .makers import byte_tokenizer, character_tokenizer, train_bpe_tokenizer
 from .metadata import END_OF_TEXT, MARKS, SENTINELS
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe_tokenizer
 
 __all__ = [
     "END_OF_TEXT",

@@ -11,7 +11,6 @@ from jaxformer.tokenizer.words import WORD_PATTERNS
 
 ResultT = TypeVar("ResultT")
 
-ANY_CHARACTER = r"[\s\S]"  # the pre-tokenizer of tokenizers whose tokens are characters
 SPACE = "▁"  # SentencePiece's mark for a space (arXiv:1808.06226)
 
 

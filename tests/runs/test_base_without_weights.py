@@ -12,7 +12,7 @@ import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.interop.pretrained import open_pretrained, pretrained_config
 from jaxformer.interop.tensor_files import INDEX
-from jaxformer.tokenizer.makers import train_bpe_tokenizer
+from jaxformer.tokenizer import train_bpe_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SIZES = {

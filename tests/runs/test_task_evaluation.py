@@ -15,7 +15,7 @@ import jaxformer as jf
 from jaxformer.config.config_file import check
 from jaxformer.config.train import TrainConfig
 from jaxformer.runs.evaluation import Tasks
-from jaxformer.tokenizer.makers import train_bpe_tokenizer
+from jaxformer.tokenizer import train_bpe_tokenizer
 
 pytestmark = pytest.mark.xdist_group("lm_eval")
 ACCURACY = "tasks/tiny_choices/acc"

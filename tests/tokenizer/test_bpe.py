@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.files import ConfigError
-from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, bpe, makers, words
+from jaxformer.tokenizer import END_OF_TEXT, Tokenizer, bpe, train_bpe_tokenizer, words
 from jaxformer.tokenizer.bpe import merge_words, spell, train_bpe, train_on
 from jaxformer.tokenizer.byte_level import byte_level_bpe
 
@@ -137,7 +137,7 @@ def test_a_tokenizer_made_of_texts_is_that_of_the_trainer_for_each_by_itself(
     tables = train_on([[text] for text in texts], 290, [END_OF_TEXT, "<s>"], pattern="llama3")
     assert (b"3", b" ") not in tables[1] and tables[0][0] == END_OF_TEXT.encode()
     monkeypatch.setattr(words, "PART_CHARACTERS", 7)
-    made = makers.train_bpe_tokenizer(texts, 290, ["<s>"], "llama3")
+    made = train_bpe_tokenizer(texts, 290, ["<s>"], "llama3")
     assert (
         made.fingerprint()
         == Tokenizer(byte_level_bpe(*tables, [END_OF_TEXT, "<s>"], "llama3")).fingerprint()

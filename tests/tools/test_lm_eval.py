@@ -358,7 +358,7 @@ def from_scratch(**settings):
     """A model as a run directory gives it: its tokenizer has an end token alone, and its table more
     rows than that."""
     from jaxformer.runs.loading import Loaded
-    from jaxformer.tokenizer.makers import train_bpe_tokenizer
+    from jaxformer.tokenizer import train_bpe_tokenizer
 
     tokenizer = train_bpe_tokenizer([text(random.Random(0), 400)], 280)
     config = with_settings(
