@@ -132,7 +132,7 @@ def bart_like(
         prefix="model.",
         bases=(f"{name}Model",),
         copies=tied_copy("lm_head.weight", "model.shared.weight", *REPEATED),
-        ignored=() if LEARNED_POSITIONS in more else (TABLES,),
+        ignored=(TABLES,),
         **others,
     )
 

@@ -1,6 +1,6 @@
 """Encoders: BERT and its relatives, and the text encoder of CLIP."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxformer.config.model import ModelConfig
@@ -89,23 +89,6 @@ class MaskedHead(NamedTuple):
         return biases
 
 
-def rows_by_head(
-    trunk: tuple[TensorRow, ...], heads: Heads, masked: MaskedHead | None = None
-) -> Callable[[ModelConfig], tuple[TensorRow, ...]]:
-    """Return the rows of a trunk and of the head of a config."""
-
-    def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
-        head = config.output
-        if head == "tags" and config.head.class_layers == "dense":
-            head = DENSE_TAGS
-        tensor_rows = (*trunk, *heads.get(head, ()))
-        if masked and config.output == "masked":
-            return (*tensor_rows, *masked.rows(config))
-        return tensor_rows
-
-    return rows
-
-
 CLASSIFIER: Heads = dict.fromkeys(("classes", "tags"), output("classifier", "head"))
 # The head of classes where it is two layers.
 CLASS_LAYERS = (*linear("classifier.dense", "pooler.dense"), *output("classifier.out_proj", "head"))
@@ -135,11 +118,20 @@ def encoder_like(
     """Return a family of encoders whose names begin with `base` where there is a head. The first
     row of `trunk` is the table of tokens. `heads` are the rows beside those of `masked`, `dropout`
     the keys of rates, and `others` fields of `Family`."""
+
+    def rows(config: ModelConfig) -> tuple[TensorRow, ...]:
+        head = config.output
+        if head == "masked":
+            return *trunk, *heads.get(head, ()), *masked.rows(config)
+        if head == "tags" and config.head.class_layers == "dense":
+            head = DENSE_TAGS
+        return *trunk, *heads.get(head, ())
+
     return Family(
         model_type,
         architectures,
         (ENCODER, *mappings, tied(True), ClassCount(), Dropout(dropout)),
-        rows_by_head(trunk, heads, masked),
+        rows,
         prefix=f"{base}.",
         copies=lambda config: masked.copies(config, trunk[0].hf),
         **others,
@@ -718,6 +710,20 @@ class ProjectionWidth(Key):
         return {self.hf: config.head.width or config.d_model}
 
 
+CLIP_ROWS = (
+    TensorRow("text_model.embeddings.token_embedding.weight", "embed.tokens"),
+    TensorRow("text_model.embeddings.position_embedding.weight", "embed.positions"),
+    *projections("text_model.encoder.layers.{}.self_attn", "out_proj"),
+    *block(
+        "text_model.encoder.layers.{}.",
+        attention_norm="layer_norm1",
+        ffn_norm="layer_norm2",
+        up="mlp.fc1",
+        down="mlp.fc2",
+    ),
+    *norm("text_model.final_layer_norm", "final_norm"),
+    TensorRow("text_projection.weight", "head.weight"),
+)
 CLIP_TEXT = Family(
     "clip_text_model",
     {
@@ -732,22 +738,7 @@ CLIP_TEXT = Family(
         Choice("hidden_act", "activation", PLAIN, "quick_gelu"),
         Dropout("attention_dropout"),
     ),
-    rows_by_head(
-        (
-            TensorRow("text_model.embeddings.token_embedding.weight", "embed.tokens"),
-            TensorRow("text_model.embeddings.position_embedding.weight", "embed.positions"),
-            *projections("text_model.encoder.layers.{}.self_attn", "out_proj"),
-            *block(
-                "text_model.encoder.layers.{}.",
-                attention_norm="layer_norm1",
-                ffn_norm="layer_norm2",
-                up="mlp.fc1",
-                down="mlp.fc2",
-            ),
-            *norm("text_model.final_layer_norm", "final_norm"),
-        ),
-        {"projection": (TensorRow("text_projection.weight", "head.weight"),)},
-    ),
+    lambda config: CLIP_ROWS,
     copies=lambda config: (),
     prefix="text_model.",
     ignored=(r"embeddings\.position_ids$",),
