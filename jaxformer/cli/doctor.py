@@ -5,25 +5,22 @@ directories, data, the attention kernel, memory, and one step. Nothing is writte
 import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 import math
 import os
 import platform as machine
-import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxformer.arrays.out_of_memory import OutOfMemory, memory_of
+from jaxformer.arrays.out_of_memory import memory_of
 from jaxformer.checkpoints.buckets import require_savable
 from jaxformer.cli.arguments import DoctorArguments
-from jaxformer.config.run import RunConfig, RunSettings
+from jaxformer.config.run import RunConfig
 from jaxformer.files import ConfigError, located, store_of
 from jaxformer.report import human_bytes, human_time, printable
-from jaxformer.report.banner import WIDTH
 from jaxformer.report.trackers import chosen_tracker
 from jaxformer.runs.directory import RunDirectory
 from jaxformer.runs.kernel_check import with_proven_kernel
@@ -31,12 +28,11 @@ from jaxformer.runs.objectives import with_chats
 from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import as_logged, compile_step
-from jaxformer.training.state import TrainState
 
-VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu")
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 # Device files of accelerators, and the extra of jaxformer that brings what drives them.
-DRIVERS = {"/dev/nvidia[0-9]*": "cuda12 or cuda13", "/dev/accel[0-9]*": "tpu"}
+DRIVERS = {"dev/nvidia[0-9]*": "cuda12 or cuda13", "dev/accel[0-9]*": "tpu"}
 
 
 class Finding(NamedTuple):
@@ -48,28 +44,12 @@ class Finding(NamedTuple):
 
 
 def run(args: DoctorArguments, config: RunConfig) -> int:
-    notes: list[Finding] = []
-    if config.train.eval_tasks and args.config.endswith(".json"):
-        # A run directory may come from somebody else, and a file of tasks is code.
-        notes.append(Finding("note", "train.eval_tasks", "not read: of a run they may be code."))
-        train = dataclasses.replace(config.train, eval_tasks="", eval_tasks_every=0)
-        config = dataclasses.replace(config, train=train)
     problems = 0
-    for finding in itertools.chain(notes, examine(config)):
+    for finding in examine(args, config):
         problems += finding.kind == "problem"
         text = printable(f"{finding.kind:<8}{finding.check}: {finding.text}")
-        indent = ""
-        for paragraph in text.splitlines():
-            lines = textwrap.wrap(
-                paragraph.strip(),
-                WIDTH,
-                initial_indent=indent,
-                subsequent_indent=" " * 8,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            print("\n".join(lines), flush=True)
-            indent = " " * 8
+        # What follows stays in the column of the text.
+        print(text.replace("\n", "\n" + 8 * " "), flush=True)
     if not problems:
         print("No problem was found.")
         return 0
@@ -77,30 +57,39 @@ def run(args: DoctorArguments, config: RunConfig) -> int:
     return 1
 
 
-def examine(run: RunConfig) -> Iterator[Finding]:
+def examine(args: DoctorArguments, run: RunConfig) -> Iterator[Finding]:
     """Yield the findings of all checks of a run, in order. Checks that need what failed are left
     out."""
-    yield versions()
-    yield devices()
-    yield from directories(run.run, run.data.cache_dir)
+    if run.train.eval_tasks and args.config.endswith(".json"):
+        # A run directory may come from somebody else, and a file of tasks is code.
+        yield Finding("note", "train.eval_tasks", "not read: of a run they may be code.")
+        train = dataclasses.replace(run.train, eval_tasks="", eval_tasks_every=0)
+        run = dataclasses.replace(run, train=train)
+    yield checked("versions", versions)
+    yield checked("devices", devices)
+    yield checked("run.tracker", tracker, run.run.tracker)
+    yield checked("run.dir", run_directory, run.run.dir)
+    for setting, folder in (
+        ("data.cache_dir", run.data.cache_dir),
+        ("run.compilation_cache", run.run.compilation_cache),
+    ):
+        if folder:
+            yield checked(setting, writable, folder)
     run = dataclasses.replace(run, data=with_chats(run.model, run.data))
     try:
         # What a start would refuse, before the data is read.
         RunDirectory(run.run.dir).check_config(run)
         setup = make_setup(run, lambda line: None)
-        target = setup.target
+        leaves = jax.tree.leaves(setup.target)
     except ConfigError as error:
         yield Finding("problem", "settings and data", str(error))
         return
-    tokens, steps = setup.corpus.train.tokens, setup.run.train.steps
-    yield Finding(
-        "ok",
-        "settings and data",
-        f"{setup.task.name}, {tokens:,} tokens to train on, {steps:,} steps of"
-        f" {setup.tokens_per_step:,} tokens",
-    )
-    # On the shapes of the state: nothing is made.
-    yield disk(target, setup.directory.path, run.train.keep_checkpoints + 1)
+    text = f"{setup.task.name}, {setup.corpus.train.tokens:,} tokens to train on,"
+    text += f" {run.train.steps:,} steps of {setup.tokens_per_step:,} tokens"
+    yield Finding("ok", "settings and data", text)
+    # By the shapes of the state.
+    state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    yield checked("disk space", disk, setup, state_bytes)
     # The attention kernel, with its errors against float32, or the next one that is right.
     lines: list[str] = []
     try:
@@ -113,11 +102,19 @@ def examine(run: RunConfig) -> Iterator[Finding]:
             yield Finding("ok", "attention", " ".join([setup.kernel, *lines]))
         else:
             yield Finding("note", "attention", " ".join(lines))
-    yield from dry_run(proven)
+    yield checked("one step", dry_run, proven)
 
 
-def versions() -> Finding:
-    """Return the versions of the libraries, and whether the plugins for GPUs have that of jax."""
+def checked(name: str, check: Callable[..., str], *given: Any) -> Finding:
+    """Return what a check says, which raises an error where it finds a problem."""
+    try:
+        return Finding("ok", name, check(*given))
+    except (ConfigError, RuntimeError) as error:
+        return Finding("problem", name, str(error))
+
+
+def versions() -> str:
+    """Return the versions of the libraries. The plugins for GPUs have to have that of jax."""
     numbers = dict[str, str]()
     for name in (*VERSIONED, *PLUGINS):
         # A checkout has no metadata.
@@ -125,103 +122,86 @@ def versions() -> Finding:
             numbers[name] = importlib.metadata.version(name)
     installed = ", ".join(f"{name} {number}" for name, number in numbers.items())
     text = f"Python {machine.python_version()}, {installed}"
-    for plugin in PLUGINS[:2]:
+    for plugin in PLUGINS:
         if numbers.get(plugin, numbers["jax"]) != numbers["jax"]:
             remedy = f'pip install "{plugin}=={numbers["jax"]}", the version of jax'
-            return Finding("problem", "versions", f"{text}: {remedy}.")
-    return Finding("ok", "versions", text)
+            raise ConfigError(f"{text}: {remedy}.")
+    return text
 
 
-def devices() -> Finding:
-    """Return the devices, and whether this machine has accelerators that JAX does not use."""
-    first, count = jax.devices()[0], jax.device_count()
-    text = f"{count} x {first.device_kind} ({first.platform})"
-    if first.platform == "cpu":
-        for pattern, extra in DRIVERS.items():
-            # A slow run on the CPU beside an idle GPU is the most expensive mistake.
-            if [*Path("/").glob(pattern.lstrip("/"))]:
-                return Finding(
-                    "problem",
-                    "devices",
-                    f"{text}, but this machine has {pattern}: JAX does not use it. Install"
-                    f' "jaxformer[{extra}]", and check JAX_PLATFORMS'
-                    f" ({os.environ.get('JAX_PLATFORMS', 'not set')}).",
-                )
-    return Finding("ok", "devices", text)
+def devices() -> str:
+    """Return the devices. Accelerators of this machine that JAX does not use are a problem."""
+    first = jax.devices()[0]
+    text = f"{jax.device_count()} x {first.device_kind} ({first.platform})"
+    for pattern, extra in DRIVERS.items():
+        # A slow run on the CPU beside an idle GPU is the most expensive mistake.
+        if first.platform == "cpu" and any(Path("/").glob(pattern)):
+            raise ConfigError(
+                f"{text}, but this machine has /{pattern}: JAX does not use it. Install"
+                f' "jaxformer[{extra}]", and check JAX_PLATFORMS'
+                f" ({os.environ.get('JAX_PLATFORMS', 'not set')})."
+            )
+    return text
 
 
-def directories(settings: RunSettings, cache_dir: str) -> Iterator[Finding]:
-    """Tell whether the run can write where it has to, its tracker included."""
-    try:
-        chosen_tracker(settings.tracker)
-    except ConfigError as error:
-        yield Finding("problem", "run.tracker", str(error))
-    try:
-        require_savable(RunDirectory(settings.dir).path.absolute())
-    except ConfigError as error:
-        yield Finding("problem", "run.dir", str(error))
-    for setting, value in (
-        ("run.dir", settings.dir),
-        ("data.cache_dir", cache_dir),
-        ("run.compilation_cache", settings.compilation_cache),
-    ):
-        if not value:
-            yield Finding("problem" if setting == "run.dir" else "note", setting, "is empty.")
-            continue
-        try:
-            folder = located(value)
-            store_of(folder).require_writable()
-        except ConfigError as error:
-            yield Finding("problem", setting, str(error))
-        else:
-            yield Finding("ok", setting, f"{value} can be written")
+def tracker(name: str) -> str:
+    """Tell whether a tracker is installed."""
+    chosen_tracker(name)
+    return f"{name} is installed"
 
 
-def disk(target: TrainState, run_dir: Path, count: int) -> Finding:
-    """Tell whether `count` checkpoints of a state, those that are kept and the one that is being
-    written, fit the disk of a run directory."""
-    leaves = jax.tree.leaves(target)
-    state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    text = f"{count} checkpoints of {human_bytes(state_bytes)}"
-    space = store_of(run_dir).free_space()
-    if space is None:
-        return Finding("ok", "disk space", f"{text}, in a store")
-    folder, free = space
+def run_directory(folder: str) -> str:
+    """Tell whether checkpoints can be saved in the directory of a run."""
+    if not folder:
+        raise ConfigError("is empty.")
+    require_savable(RunDirectory(folder).path.absolute())
+    return writable(folder)
+
+
+def writable(folder: str) -> str:
+    """Tell whether a directory can be written."""
+    store_of(located(folder)).require_writable()
+    return f"{folder} can be written"
+
+
+def disk(setup: RunSetup, state_bytes: int) -> str:
+    """Tell whether the checkpoints that a run keeps fit its disk."""
     # Orbax deletes an old checkpoint once the new one is complete, so one more has to fit.
+    count = setup.run.train.keep_checkpoints + 1
+    text = f"{count} checkpoints of {human_bytes(state_bytes)}"
+    space = store_of(setup.directory.path).free_space()
+    if space is None:
+        return f"{text}, in a store"
+    folder, free = space
     needed = count * state_bytes
     text += f" need {human_bytes(needed)}, and {folder} has {human_bytes(free)} free"
-    if needed <= free:
-        return Finding("ok", "disk space", text)
-    remedy = "make room, choose another run.dir, or lower train.keep_checkpoints"
-    return Finding("problem", "disk space", f"{text}: {remedy}.")
+    if needed > free:
+        remedy = "make room, choose another run.dir, or lower train.keep_checkpoints"
+        raise ConfigError(f"{text}: {remedy}.")
+    return text
 
 
-def dry_run(setup: RunSetup) -> Iterator[Finding]:
+def dry_run(setup: RunSetup) -> str:
     """Compile the first step and run it twice."""
     lines: list[str] = []
-    try:
-        program = compile_step(setup.step, setup.target, setup.first_batch, lines.append)
-        # The first state of the run as it would start, with what it takes from its base.
-        state = first_state(setup, lines.append)
-        batch = setup.placed(setup.batches[0])
-        with memory_of("the first step"):
-            state, metrics = program(state, batch)
-            first = as_logged(jax.device_get(metrics))
-            # The second call: the first one loads the program.
-            start = time.perf_counter()
-            _, metrics = program(state, batch)
-            jax.block_until_ready(metrics)
-            seconds = time.perf_counter() - start
-    except (OutOfMemory, ConfigError) as error:
-        yield Finding("problem", "one step", str(error))
-        return
-    for line in lines:
-        yield Finding("ok", "one step", line)
+    program = compile_step(setup.step, setup.target, setup.first_batch, lines.append)
+    # The first state of the run as it would start, with what it takes from its base.
+    state = first_state(setup, lines.append)
+    batch = setup.placed(setup.batches[0])
+    with memory_of("the first step"):
+        state, metrics = program(state, batch)
+        first = as_logged(jax.device_get(metrics))
+        # The second call: the first one loads the program.
+        start = time.perf_counter()
+        _, metrics = program(state, batch)
+        jax.block_until_ready(metrics)
+        seconds = time.perf_counter() - start
+    steps = setup.run.train.steps
     pace = (
         f"loss {first['loss']:.4f}, gradient norm {first['grad_norm']:.4g}; a step takes about"
-        f" {human_time(seconds)}, and {setup.run.train.steps:,} steps"
-        f" {human_time(seconds * setup.run.train.steps)}"
+        f" {human_time(seconds)}, and {steps:,} steps {human_time(seconds * steps)}"
     )
     # A loss that is not finite in the first step will not become so.
-    finite = math.isfinite(first["loss"]) and math.isfinite(first["grad_norm"])
-    yield Finding("ok" if finite else "problem", "one step", pace)
+    if not all(map(math.isfinite, (first["loss"], first["grad_norm"]))):
+        raise ConfigError(pace)
+    return "\n".join([*lines, pace])
