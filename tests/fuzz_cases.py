@@ -97,7 +97,6 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["vocab_size", "output", "special_tokens", "pattern", "text_field"],
     ),
     "tokenizer encode": (["tokenizer", "encode", "run", "text.txt"], ["output"]),
-    "tokenizer inspect": (["tokenizer", "inspect", "run"], ["text"]),
 }
 # What reads which directory or file.
 READERS = {
@@ -106,7 +105,7 @@ READERS = {
         ["evaluate", "run", "--data.cache_dir", "cache"],
         ["convert", "run", "other"],
         ["attention", "run", "--prompt", "a cat"],
-        ["tokenizer", "inspect", "run", "--text", "the cat"],
+        ["tokenizer", "encode", "run", "text.txt"],
         ["train", "tiny.py", "--run.dir", "run"],
         ["plan", "run/config.json"],
     ],

@@ -65,6 +65,11 @@ class ModelArguments(StepArguments):
     also in the table of tokens and the head (int8_blocks: not there), nf4 0.56 bytes, nf4_double
     0.52."""
 
+    @property
+    def model(self) -> dict[str, Any]:
+        """The arguments of `open_model`."""
+        return {name: getattr(self, name) for name in ("path", "step", "quantize", "weights")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments(ConfigArguments):
@@ -272,31 +277,19 @@ class TrainTokenizerArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerArguments:
-    tokenizer: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TOKENIZER")]
-    """tokenizer.json, a directory with one, or a run directory."""
-    special_tokens: bool = False
-    """Read names of special tokens in the text as these tokens, and add those with which the
-    tokenizer begins and ends a text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodeArguments(TokenizerArguments):
+class EncodeArguments:
     """Writes the token ids of a text to standard output or a file, and their number to standard
     error."""
 
+    tokenizer: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TOKENIZER")]
+    """tokenizer.json, a directory with one, or a run directory."""
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = Path("-")
     """UTF-8 text, plain, .gz or .zst; - is standard input."""
     output: OptionalPath = None
     """.npy file for the ids, uint16 or uint32, instead of standard output."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectArguments(TokenizerArguments):
-    """Shows the entries of a tokenizer, and how it splits a text."""
-
-    text: str = ""
-    """Text to split."""
+    special_tokens: bool = False
+    """Read names of special tokens in the text as these tokens, and add those with which the
+    tokenizer begins and ends a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,18 +312,6 @@ class AttentionArguments(ModelArguments):
     """Layers to show, counted from 0. If not given, all."""
     output: Path = Path("attention.html")
     """File for the page, which needs no other files."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunsArguments:
-    """Lists the runs of a directory and of those below it: whether each is running, done or
-    stopped, its steps, last training loss, lowest validation loss (nats per target) with its step,
-    and tokens per second. Reads files only."""
-
-    dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Directory that the runs are in."""
-    json: bool = False
-    """Print JSON instead of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,13 +373,8 @@ ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
     "evaluate": EvaluateArguments,
     "convert": ConvertArguments,
     "prepare": PrepareArguments,
-    "tokenizer": {
-        "train": TrainTokenizerArguments,
-        "encode": EncodeArguments,
-        "inspect": InspectArguments,
-    },
+    "tokenizer": {"train": TrainTokenizerArguments, "encode": EncodeArguments},
     "attention": AttentionArguments,
-    "runs": RunsArguments,
     "compare": CompareArguments,
     "verify": VerifyArguments,
     "doctor": DoctorArguments,
@@ -441,10 +417,13 @@ def parse(command: str, arguments: Sequence[str]) -> tuple[Any, ...]:
     Exits with status 0 after --help, 2 after a mistake."""
     if command not in ARGUMENTS:
         return (arguments,)
-    kind, program = ARGUMENTS[command], "train.py" if command == "train" else f"jaxformer {command}"
+    kind = ARGUMENTS[command]
+    program = f"jaxformer {command}"
+    if command == "train":
+        program = "train.py"
     options = OPTIONS | {"prog": program, "args": arguments}
     if isinstance(kind, dict):
-        description = "Trains a tokenizer, encodes a text, or shows how a tokenizer splits it."
+        description = "Trains a tokenizer, or encodes a text."
         return (tyro.extras.subcommand_cli_from_dict(kind, description=description, **options),)
     if issubclass(kind, ConfigArguments):
         return parse_with_config(kind, program, arguments, kind.reads_weights)
@@ -466,6 +445,8 @@ def parse_with_config(
 
 def check_output(path: Path | None) -> None:
     """Raises ConfigError where the directory of an output file does not exist."""
-    folder = None if path is None else path.absolute().parent
-    if folder is not None and store_of(folder).lacks_folder():
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if store_of(folder).lacks_folder():
         raise ConfigError(f"{path} cannot be written: the directory {folder} does not exist.")

@@ -1,8 +1,7 @@
 """`jaxformer attention RUN`: an interactive page of the attention of each head to the tokens of a
 prompt."""
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,7 +10,12 @@ import numpy as np
 
 from jaxformer.arrays.params import Params
 from jaxformer.cli.arguments import AttentionArguments, check_output
-from jaxformer.cli.prompting import (
+from jaxformer.config.model import ModelConfig
+from jaxformer.files import ConfigError, write_text
+from jaxformer.generation.beam import BeamSteps, beam_search_steps
+from jaxformer.generation.decode import generate
+from jaxformer.layers.block import MIXERS
+from jaxformer.runs.prompting import (
     Model,
     check_size,
     open_model,
@@ -20,11 +24,6 @@ from jaxformer.cli.prompting import (
     text_of,
     tokens_of,
 )
-from jaxformer.config.model import ModelConfig
-from jaxformer.files import ConfigError, write_text
-from jaxformer.generation.beam import BeamSteps, beam_search_steps
-from jaxformer.generation.decode import generate
-from jaxformer.layers.block import MIXERS
 from jaxformer.tokenizer.pieces import character_groups
 from jaxformer.tools.attention_page import AXES, BeamCandidate, Choices, attention_page
 from jaxformer.tools.inspect import attention_maps, attention_masks, inspect, logit_lens
@@ -38,24 +37,28 @@ SHOWN_BEAMS = 24  # candidates of a beam search shown of each step, and those th
 
 def run(args: AttentionArguments) -> int:
     check_output(args.output)
-    model = open_model(args)
+    model = open_model(**args.model, pair=args.pair)
     inputs, beams = _inputs(model, args)
     # One program for logits and maps: the weights are those of the very pass that made the logits.
     compute = jax.jit(attention_maps, static_argnums=1, static_argnames="layers")
     rows = {name: row[None] for name, row in inputs.items()}  # [1, T]
     # [L, 1, N, queries, keys] of each kind, and logits [1, T, V].
     attention = compute(model.params, model.config, layers=args.layers or None, **rows)
-    axis_rows = {"source" if model.config.family == "encoder" else "target": inputs["tokens"]}
-    if "source" in inputs:
+    axis_rows = {"target": inputs["tokens"]}
+    if model.config.family == "encoder":
+        axis_rows = {"source": inputs["tokens"]}
+    elif "source" in inputs:
         axis_rows["source"] = inputs["source"]
     texts = {}
     groups = {}
     for axis, row in axis_rows.items():
-        padding = args.padding if axis == "source" else 0
-        ids = row[: len(row) - padding].tolist()
-        texts[axis] = [model.tokenizer.shown(token) for token in ids] + [PADDING] * padding
+        padding = []
+        if axis == "source":
+            padding = [PADDING] * args.padding
+        ids = row[: len(row) - len(padding)].tolist()
+        texts[axis] = [*map(model.tokenizer.shown, ids), *padding]
         # Runs of tokens that share characters.
-        groups[axis] = character_groups([model.tokenizer.raw(token) for token in ids])
+        groups[axis] = character_groups([*map(model.tokenizer.raw, ids)])
     maps = {}
     for kind in ("encoder", "decoder", "cross"):
         weights = getattr(attention, kind)  # [L, 1, N, queries, keys]
@@ -70,7 +73,8 @@ def run(args: AttentionArguments) -> int:
         beams = []
     elif logits.ndim == 2 and model.config.output != "none":
         candidates = _choices(model, *map(np.asarray, _likeliest(logits)))
-    source = rows.get("source")
+    length = rows["tokens"].shape[1]
+    source_length = len(inputs.get("source", ()))
     # [L, 1, queries, keys], from positions and segments alone.
     masks = attention_masks(model.config, layers=args.layers or None, **rows)
     page = attention_page(
@@ -80,10 +84,8 @@ def run(args: AttentionArguments) -> int:
         candidates=candidates,
         layers=args.layers,
         groups=groups,
-        stages=stages_of(
-            model.config, rows["tokens"].shape[1], 0 if source is None else source.shape[1]
-        ),
-        symbols={name: symbol.meaning for name, symbol in SYMBOLS.items()},
+        stages=stages_of(model.config, length, source_length),
+        symbols=SYMBOLS,
         masks={kind: np.asarray(mask)[:, 0] for kind, mask in masks.items()},
         beams=beams,
         lens=lens_of(model, rows, args.layers),
@@ -135,9 +137,8 @@ def _inputs(
             best = np.asarray(texts.tokens[0, 0]).tolist()
             ids = model.before_end(best)
             # There are no candidates for the start but its last token, nor after the last step.
-            beams = [[] for _ in start[1:]] + beam_candidates(model, steps, best)
-            length = len(start) + len(ids)
-            beams = (beams + [[] for _ in range(length)])[:length]
+            beams = [[]] * (len(start) - 1) + beam_candidates(model, steps, best) + [[]] * len(ids)
+            del beams[len(start) + len(ids) :]
         else:
             # Greedy, so that the page of a model is the same each time.
             made = generate(model.params, config, [start], count, temperature=0.0, **rules)
@@ -147,7 +148,9 @@ def _inputs(
         rows = {"tokens": start}
     else:
         row = row_of(model, args.prompt, args.pair)
-        rows = {name: row[name].tolist() for name in ("tokens", "token_types") if name in row}
+        rows = {"tokens": row["tokens"].tolist()}
+        if "token_types" in row:
+            rows["token_types"] = row["token_types"].tolist()
         padded_names = [*rows]
         segment_ids = "segment_ids"
     if args.padding:
@@ -168,10 +171,13 @@ def _likeliest(logits: jax.Array) -> Sequence[jax.Array]:
 def _choices(model: Model, probabilities: np.ndarray, entries: np.ndarray) -> list[Choices]:
     """Return the texts of entries of the logits [T, k], which are tokens or classes, each with its
     probability."""
-    over_tokens = model.config.output in ("language", "masked")
-    text = model.tokenizer.shown if over_tokens else model.labels.__getitem__
-    rows = zip(entries.tolist(), probabilities.tolist(), strict=True)
-    return [[(text(entry), share) for entry, share in zip(*row, strict=True)] for row in rows]
+    text: Callable[[int], str] = model.labels.__getitem__
+    if model.config.output in ("language", "masked"):
+        text = model.tokenizer.shown
+    rows = list[Choices]()
+    for of_token, shares in zip(entries.tolist(), probabilities.tolist(), strict=True):
+        rows.append([*zip(map(text, of_token), shares, strict=True)])
+    return rows
 
 
 # The order of computation
@@ -179,49 +185,45 @@ def _choices(model: Model, probabilities: np.ndarray, entries: np.ndarray) -> li
 
 def stages_of(config: ModelConfig, length: int, source_length: int = 0) -> list[dict[str, Any]]:
     """Return the sublayers of a forward pass of one row in the order of computation, from the rows
-    of `jaxformer shapes`, as `attention_page` takes them; none, with a note, for a model whose axes
-    have no names."""
-    try:
-        rows = shapes_of(config, 1, length, source_length)
-    except ConfigError as error:
-        print(f"note: the page has no diagram of the model: {error}", file=sys.stderr)
-        return []
-    # The mixers with maps.
-    attending = [name for name in MIXERS if MIXERS[name].capture == "attention_out"]
+    of `jaxformer shapes`, as `attention_page` takes them."""
     stages: list[dict[str, Any]] = []
-    for row in rows:
+    for row in shapes_of(config, 1, length, source_length):
         if not row.makes:  # parameters that no sublayer reads
             continue
-        stack, _, path = row.name.partition(".")
-        part = "decoder"
-        if stack == "head":
-            part = "output"
-        elif stack == "encoder" or (stack != "decoder" and config.family == "encoder"):
-            part = "encoder"
-        # The page shows the maps of a stage where the stage stands in the diagram.
-        kinds = {**dict.fromkeys(attending, part), "cross": "cross"}
         stage = {
-            "part": part,
+            "part": "decoder",
             "name": row.name,
             "layers": row.layers,
-            "reads": _axes(row.reads_symbols, row.reads),
-            "makes": _axes(row.makes_symbols, row.makes),
+            "reads": [*map(_axes, row.reads)],
+            "makes": [*map(_axes, row.makes)],
             "parameters": row.parameters,
-            "formula": () if row.depth else formula_of(config, row.name),
-            "kind": "" if row.depth else kinds.get(path.rpartition(".")[2], ""),
+            "formula": (),
+            "kind": "",
             "products": [],
         }
-        # A product belongs to the sublayer before it.
-        (stages[-1]["products"] if row.depth else stages).append(stage)
+        stack = row.name.partition(".")[0]
+        if stack == "head":
+            stage["part"] = "output"
+        elif "encoder" in (stack, config.family) and stack != "decoder":
+            stage["part"] = "encoder"
+        if row.depth:
+            # A product belongs to the sublayer before it.
+            stages[-1]["products"].append(stage)
+            continue
+        stage["formula"] = formula_of(config, row.name)
+        what = row.name.rpartition(".")[2]
+        if what == "cross":
+            stage["kind"] = "cross"
+        elif what in MIXERS and MIXERS[what].capture == "attention_out":
+            # The page shows the maps of a stage where the stage stands in the diagram.
+            stage["kind"] = stage["part"]
+        stages.append(stage)
     return stages
 
 
-def _axes(symbols: Sequence[str], shapes: Sequence[Shape]) -> list[list[tuple[str, int]]]:
-    """Return the symbol and the size of each axis of each array, from texts such as "[B, T, D]"."""
-    arrays = []
-    for text, shape in zip(symbols, shapes, strict=True):
-        arrays.append(list(zip(text.strip("[]").split(", "), shape, strict=True)))
-    return arrays
+def _axes(shape: Shape) -> list[tuple[str, int]]:
+    """Return the symbol and the size of each axis."""
+    return [(axis.symbol, axis) for axis in shape]
 
 
 # The logit lens
@@ -239,9 +241,11 @@ def lens_of(
     stack = "decoder"
     if config.family == "encoder":
         stack = "encoder"
-    chosen = [layer for layer in range(config.n_layers) if not layers or layer in layers]
     # The streams after the blocks, which the head alone would read of the last one.
-    names = [f"{stack}.{layer}.residual" for layer in chosen]
+    names = []
+    for layer in range(config.n_layers):
+        if not layers or layer in layers:
+            names.append(f"{stack}.{layer}.residual")
     if not names:
         return []
 
@@ -279,24 +283,24 @@ def beam_candidates(
         shown = list[BeamCandidate]()
         for index, text in enumerate(texts):
             log_probability = float(steps.log_probabilities[i, 0, index])
-            score = float(steps.scores[i, 0, index])
+            score: float | None = float(steps.scores[i, 0, index])
             # The text that won is shown even where it was far behind at first.
             leads = text == [*best[: i + 1]]
             if not np.isfinite(log_probability) or (len(shown) >= SHOWN_BEAMS and not leads):
                 continue
-            finished = np.isfinite(score)
-            state: Literal["kept", "finished", "dropped"] = "dropped"
-            if finished:
-                state = "finished"
-            elif index in chosen:
-                state = "kept"
+            state: Literal["kept", "finished", "dropped"] = "finished"
+            if score == -np.inf:
+                score = None
+                state = "dropped"
+                if index in chosen:
+                    state = "kept"
             shown.append(
                 BeamCandidate(
                     before=text_of(model.tokenizer, text[:-1]),
                     token=model.tokenizer.shown(text[-1]),
                     log_probability=log_probability,
                     state=state,
-                    score=score if finished else None,
+                    score=score,
                     leads=leads,
                 )
             )

@@ -43,8 +43,12 @@ def run(args: ConvertArguments) -> int:
         raise ConfigError(f"{args.source} has no adapter to merge: leave out --merge.")
     if args.merge:
         # Quantized weights are written as what they stand for.
-        below = [leaf.weight if is_adapted(leaf) else leaf for leaf in leaves]
-        rounded = sum(math.prod(leaf.shape) for leaf in below if is_custom(leaf))
+        rounded = 0
+        for leaf in leaves:
+            if is_adapted(leaf):
+                leaf = leaf.weight
+            if is_custom(leaf):
+                rounded += math.prod(leaf.shape)
         if rounded:
             print(
                 f"{args.source}: {human_count(rounded)} weights are those of the quantized base,"
@@ -63,11 +67,10 @@ def run(args: ConvertArguments) -> int:
             _write_adapter(model, source, args, folder)
         elif to_run:
             save_run(folder, model, source, target)
-            use = "to sample from or to fine-tune (--run.init_from)"
-            print(
-                f"{target}: a run of {model.config.family} of {size} parameters,"
-                f" {use if model.tokenizer else 'without a tokenizer'}"
-            )
+            use = "without a tokenizer"
+            if model.tokenizer:
+                use = "to sample from or to fine-tune (--run.init_from)"
+            print(f"{target}: a run of {model.config.family} of {size} parameters, {use}")
         else:
             files = save_pretrained(
                 folder,
@@ -81,8 +84,8 @@ def run(args: ConvertArguments) -> int:
             )
             kind = read_object(folder / "config.json")["architectures"][0]
             count = sum(file.suffix == ".safetensors" for file in files)
-            in_files = f"in {count} files" if count > 1 else f"in {count} file"
-            print(f"{target}: {kind} of {size} parameters, {args.dtype}, {in_files}")
+            unit = "files" if count > 1 else "file"
+            print(f"{target}: {kind} of {size} parameters, {args.dtype}, in {count} {unit}")
         if args.verify:
             # Of the files that were written, as another program would read them.
             return _verified(model, args, args.source if to_run else folder)
@@ -95,7 +98,11 @@ def _write_adapter(model: Loaded, source: ModelFiles, args: ConvertArguments, fo
             f"{args.source} has added {', '.join(added)} to the vocabulary of its base, which an"
             " adapter of peft cannot say: add --merge, which writes the whole model."
         )
-    base = model.base.absolute() if model.base else ""
+    base: Path | str = ""
+    over_base = ""
+    if model.base:
+        base = model.base.absolute()
+        over_base = f" over {base}"
     save_adapter(
         folder,
         model.params,
@@ -107,9 +114,6 @@ def _write_adapter(model: Loaded, source: ModelFiles, args: ConvertArguments, fo
     )
     if model.tokenizer is not None:
         model.tokenizer.save(folder / "tokenizer.json")
-    over_base = ""
-    if base:
-        over_base = f" over {base}"
     print(f"{args.target}: an adapter of peft{over_base}, {args.dtype}")
 
 

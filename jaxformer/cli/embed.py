@@ -10,12 +10,12 @@ import jax
 import numpy as np
 
 from jaxformer.cli.arguments import EmbedArguments
-from jaxformer.cli.prompting import check_size, open_model, tokens_of, typed_lines
 from jaxformer.data.templates import ClassTemplate
 from jaxformer.generation.prompts import padded, rounded
 from jaxformer.interop.sentence_modules import LISTING, read_text_length
 from jaxformer.models.text_vectors import embed
 from jaxformer.runs.objectives import row_format
+from jaxformer.runs.prompting import check_size, open_model, tokens_of, typed_lines
 from jaxformer.tokenizer.tokenizer import closed
 
 ROWS = 32  # texts that are read at once
@@ -25,7 +25,7 @@ def run(args: EmbedArguments) -> int:
     """Print {"text": ..., "vector": [...]} for the prompt, or for each line of standard input. A
     text is framed as a text of the objective contrastive is, and cut where its rows, the tokenizer
     or sentence-transformers cut it."""
-    model = open_model(args)
+    model = open_model(**args.model)
     settings = model.tokenizer.metadata.settings
     template = ClassTemplate(row_format(model.run.model, model.run.data), model.tokenizer)
     if (args.path / LISTING).is_file():

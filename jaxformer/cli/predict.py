@@ -7,17 +7,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxformer.cli.arguments import PredictArguments
-from jaxformer.cli.prompting import Model, open_model, row_of, words_of
 from jaxformer.config.format import escaped
 from jaxformer.files import ConfigError
 from jaxformer.models.transformer import forward
 from jaxformer.report.banner import aligned
+from jaxformer.runs.prompting import Model, open_model, row_of, words_of
 
 SHOWN_CANDIDATES = 5  # predictions printed for a [MASK] or a text
 
 
 def run(args: PredictArguments) -> int:
-    model = open_model(args)
+    model = open_model(**args.model, pair=args.pair)
     answers = {"masked": _fill, "classes": _classify, "tags": _tag}
     answer = answers.get(model.config.output)
     if answer is None:

@@ -23,36 +23,48 @@ def run(args: ShapesArguments, config: RunConfig) -> int:
     rows = shapes_of(model, config.train.batch_size, config.data.sequence_length, source)
     for note in notes:
         print(f"note: {note}.", file=sys.stderr)
-    total = {
-        "parameters": sum(row.times * row.parameters for row in rows),
-        "flops": sum(row.times * row.flops for row in rows if not row.depth),
-    }
+    parameters = 0
+    flops = 0
+    for row in rows:
+        parameters += row.times * row.parameters
+        if not row.depth:
+            flops += row.times * row.flops
     if args.json:
-        print(json.dumps({"rows": [row._asdict() for row in rows], **total}, indent=1))
+        records = []
+        for row in rows:
+            record = row._asdict()
+            record["reads_symbols"] = row.reads_symbols
+            record["makes_symbols"] = row.makes_symbols
+            records.append(record)
+        print(json.dumps({"rows": records, "parameters": parameters, "flops": flops}, indent=1))
         return 0
     lines = [SHAPE_COLUMNS]
+    used = set[str]()
     for row in rows:
-        name = f"    {row.label.rpartition('.')[2]}" if row.depth else row.label
-        times = f"x {row.times}" if row.times > 1 else ""
+        name = row.label
+        times = ""
         symbols = ""
         numbers = ""
+        if row.depth:
+            name = f"    {name.rpartition('.')[2]}"
+        if row.times > 1:
+            times = f"x {row.times}"
         if row.makes:
             symbols = f"{' '.join(row.reads_symbols)} -> {' '.join(row.makes_symbols)}"
             numbers = f"{_sizes(row.reads)} -> {_sizes(row.makes)}"
-        amounts = _amount(row.parameters), _amount(row.flops)
-        lines.append((name, times, symbols, numbers, *amounts))
-    totals = _amount(total["parameters"]), _amount(total["flops"])
-    lines.append(("total", "", "", "", *totals))
+        for shape in row.reads + row.makes:
+            used |= {axis.symbol for axis in shape}
+        lines.append((name, times, symbols, numbers, _amount(row.parameters), _amount(row.flops)))
+    lines.append(("total", "", "", "", _amount(parameters), _amount(flops)))
     print("\n".join(aligned(lines, right=(4, 5))))
-    shapes = " ".join(shape for row in rows for shape in row.reads_symbols + row.makes_symbols)
-    legend = [f"{name} {symbol.meaning}" for name, symbol in SYMBOLS.items() if name in shapes]
+    legend = [f"{name} {meaning}" for name, meaning in SYMBOLS.items() if name in used]
     print(f"\n{', '.join(legend)}.")
     print("Parameters and FLOPs are those of one layer, and in the total those of all layers.")
     return 0
 
 
 def _sizes(shapes: Sequence[Shape]) -> str:
-    return " ".join(str(list(shape)) for shape in shapes)
+    return " ".join(map(str, map(list, shapes)))
 
 
 def _amount(number: int) -> str:

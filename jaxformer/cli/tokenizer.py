@@ -1,5 +1,4 @@
-"""`jaxformer tokenizer train | encode | inspect`: trains a tokenizer, encodes a text, or shows how
-it is split."""
+"""`jaxformer tokenizer train | encode`: trains a tokenizer, or encodes a text."""
 
 import codecs
 import functools
@@ -13,13 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.cli.arguments import (
-    EncodeArguments,
-    InspectArguments,
-    TrainTokenizerArguments,
-    check_output,
-)
-from jaxformer.config.format import escaped
+from jaxformer.cli.arguments import EncodeArguments, TrainTokenizerArguments, check_output
 from jaxformer.data.documents import PACKED, READ_BYTES, read_blocks
 from jaxformer.data.records import RecordField
 from jaxformer.data.source import find_source
@@ -27,15 +20,14 @@ from jaxformer.data.store import ProgressNotes
 from jaxformer.files import ConfigError, replacing, store_of
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.bpe import blocks_of, train_on
-from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE
+from jaxformer.tokenizer.metadata import TOKENIZER_FILE
 
 IDS_PER_BLOCK = 1 << 14  # token ids written at a time
-SHOWN_ENTRIES = 10
 
 
 @functools.singledispatch
 def run(args: Any) -> int:
-    """Each of the three commands has arguments of its own type."""
+    """Each of the commands has arguments of its own type."""
     raise TypeError(args)
 
 
@@ -146,28 +138,4 @@ def _encode(args: EncodeArguments) -> int:
     if count:
         rate = f", {notes.done / count:.3f} bytes per token"
     print(f"{count:,} tokens of {notes.done:,} bytes{rate}", file=sys.stderr)
-    return 0
-
-
-@run.register
-def _inspect(args: InspectArguments) -> int:
-    tokenizer = Tokenizer.load(args.tokenizer)
-    sizes = tokenizer.token_bytes()
-    ordinary = tokenizer.ordinary()
-    role_tokens = {role: tokenizer.special(role) for role in ROLES}
-    print(f"{args.tokenizer}: {tokenizer.vocab_size:,} ids, {len(ordinary):,} of them for text")
-    print("special tokens")
-    for token in np.setdiff1d(np.arange(tokenizer.vocab_size), ordinary).tolist():
-        roles = ", ".join(role for role, role_token in role_tokens.items() if role_token == token)
-        print(f"{token:8d}  {escaped(tokenizer.shown(token))}  {roles}".rstrip())
-    print("longest entries")
-    # The longest entries show what the text of the training repeats, such as rulers and licences.
-    longest = sorted(ordinary.tolist(), key=lambda token: (-sizes[token], token))[:SHOWN_ENTRIES]
-    print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in longest))
-    if args.text:
-        ids = tokenizer.encode(args.text, args.special_tokens)
-        size = len(args.text.encode())
-        rate = size / max(1, len(ids))
-        print(f"text: {size:,} bytes in {len(ids):,} tokens, {rate:.3f} bytes per token")
-        print("\n".join(f"{token:8d}  {tokenizer.shown(token)!r}" for token in ids))
     return 0

@@ -75,8 +75,10 @@ def advice(error: RunOutOfMemory) -> str:
         if setup.mesh.shape["data"] > 1:
             settings = f"--mesh.data 1 --mesh.fsdp {devices}"
             remedies[settings] = "parameters and optimizer state split over all devices"
-    lines = ["What needs less:"] if remedies else []
-    lines += [f"  {line}" for line in aligned(list(remedies.items()))]
+    lines = []
+    if remedies:
+        lines.append("What needs less:")
+        lines += [f"  {line}" for line in aligned(list(remedies.items()))]
     # Remedies are guesses; the plan computes.
     lines.append("`jaxformer plan CONFIG` says of any settings whether they fit.")
     if error.saved is not None:
@@ -101,12 +103,14 @@ def require_files() -> None:
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard > soft:
-        limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    limit = MAX_FILES
+    if hard != resource.RLIM_INFINITY:
+        limit = min(hard, MAX_FILES)
+    if limit > soft != resource.RLIM_INFINITY:
         with contextlib.suppress(ValueError, OSError):
             # A system may refuse, as in a container; the check below then tells.
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
-            soft = max(soft, limit)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
     if soft != resource.RLIM_INFINITY and soft < MIN_FILES:
         raise ConfigError(
             f"this process may open only {soft} files at once, and training needs at least"

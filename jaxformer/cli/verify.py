@@ -32,11 +32,15 @@ def run(args: VerifyArguments) -> int:
     was."""
     if args.steps < 0:
         raise ConfigError(f"--steps {args.steps}: give a number of steps, at least 0.")
+    mesh = {}
+    for axis, size in vars(args.mesh).items():
+        if size is not None:
+            mesh[axis] = size
     verdicts: Counter[str] = Counter()
     for subject, verdict, text in verify(
         args.path,
         steps=args.steps,
-        mesh={axis: size for axis, size in vars(args.mesh).items() if size is not None},
+        mesh=mesh,
         cache_dir=args.cache_dir,
         train=args.train,
         validation=args.validation,
@@ -46,9 +50,7 @@ def run(args: VerifyArguments) -> int:
         print(f"{verdict:<17}  {subject}: {escaped(text)}", flush=True)
     counts = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items())
     print(f"\n{LIMITS}\n{args.path}: {counts}.")
-    if verdicts["NO"]:
-        return 1
-    return 0
+    return int(verdicts["NO"] > 0)
 
 
 def verify(

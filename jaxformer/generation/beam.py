@@ -7,7 +7,7 @@ size of the vocabulary. The model runs on [B b] rows: beam j of row i is row i b
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,18 @@ from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import Stream, read, repeated, start
-from jaxformer.generation.sampling import WHOLE_NUMBER, Sampling, TextRules, permitted, within
-from jaxformer.generation.text_so_far import TextSoFar, end_tokens, ends, filler
-from jaxformer.generation.token_rules import (
-    LogitRule,
+from jaxformer.generation.sampling import (
+    COUNT,
+    FILTERS,
+    PENALTIES,
+    TextRules,
     Values,
-    is_used,
     number_from,
-    rules_of,
+    permitted,
     whole_from,
+    within,
 )
+from jaxformer.generation.text_so_far import TextSoFar, end_tokens, ends, filler
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import Cache
 from jaxformer.models.inputs import warn_of_padding
@@ -41,30 +43,29 @@ LENGTH_DIVISORS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tokens": lambda length: length,
 }
 
-BEAM_COUNT = Values(whole_from(1, MAX_BEAMS), f"from 1 to {MAX_BEAMS:,}")
-LENGTH_PENALTY = Values(number_from(0, MAX_PENALTY), f"from 0 to {MAX_PENALTY:g}")
-DIVISOR_NAME = Values(LENGTH_DIVISORS.__contains__, f"one of {', '.join(LENGTH_DIVISORS)}")
-EARLY_STOPPING = Values((True, False, "never").__contains__, "True, False or 'never'")
-
 
 @dataclass(frozen=True)
 class Search(TextRules):
     """The width of a search, the score of a text and what it may hold."""
 
-    # Unfinished texts kept at every step.
-    beams: Annotated[int, LogitRule("search", BEAM_COUNT)] = 5
-    # Texts returned (0: as many as beams); with fewer the search may stop earlier.
-    keep: Annotated[int, LogitRule("search", WHOLE_NUMBER)] = 0
-    # alpha: 0 ranks by probability, which favors short texts.
-    length_penalty: Annotated[float, LogitRule("search", LENGTH_PENALTY)] = 0.6
-    # A row of LENGTH_DIVISORS.
-    length_divisor: Annotated[str, LogitRule("search", DIVISOR_NAME)] = "gnmt"
+    values: ClassVar[dict[str, Values]] = TextRules.values | {
+        "beams": Values(whole_from(1, MAX_BEAMS), f"from 1 to {MAX_BEAMS:,}"),
+        "keep": COUNT,
+        "length_penalty": Values(number_from(0, MAX_PENALTY), f"from 0 to {MAX_PENALTY:g}"),
+        "length_divisor": Values(
+            LENGTH_DIVISORS.__contains__, f"one of {', '.join(LENGTH_DIVISORS)}"
+        ),
+        "early_stopping": Values((True, False, "never").__contains__, "True, False or 'never'"),
+    }
+
+    beams: int = 5  # unfinished texts kept at every step
+    keep: int = 0  # texts returned (0: as many as beams); with fewer the search may stop earlier
+    length_penalty: float = 0.6  # alpha: 0 ranks by probability, which favors short texts
+    length_divisor: str = "gnmt"  # a row of LENGTH_DIVISORS
     # When a row ends that has as many finished texts as beams. "never": when no other text can be
     # better. True: at once. False: when no unfinished text would be better if it ended here. The
     # values are those of transformers, but there "never" is exact for length_penalty >= 0 alone.
-    early_stopping: Annotated[bool | Literal["never"], LogitRule("search", EARLY_STOPPING)] = (
-        "never"
-    )
+    early_stopping: bool | Literal["never"] = "never"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,8 +163,7 @@ def beam_search_steps(
 ) -> tuple[Beams, Any]:
     """Return what `beam_search` returns for the same arguments, and the `BeamSteps` from which its
     steps chose; None where these are not recorded."""
-    drawing = {"stop_strings", "tokenizer", *rules_of(Sampling)} - rules_of(Search).keys()
-    foreign = sorted(drawing & search.keys())
+    foreign = sorted({"stop_strings", "tokenizer", *FILTERS} & search.keys())
     if foreign:
         raise ConfigError(
             f"beam_search has no {', '.join(foreign)}: it compares the probabilities of whole texts"
@@ -250,7 +250,9 @@ def _search(
     # A text that reached n tokens without its end counts too.
     best = _best(finished, Beams(live.tokens, live.logs / rules.penalty(i)))
     best = jax.tree.map(lambda a: a[:, : rules.kept], _where(closed, finished, best))
-    return best, None if steps is None else steps._replace(done=i)
+    if steps is not None:
+        steps = steps._replace(done=i)
+    return best, steps
 
 
 def _where(rows: jax.Array, left: Beams, right: Beams) -> Beams:
@@ -270,8 +272,7 @@ def _extend(
     # A rule takes tokens away and leaves the probabilities of the others, as in transformers, whose
     # penalties change log-probabilities.
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # [B b, 1]
-    rows = rules_of(Search).items()
-    if any(is_used(rules, name) for name, row in rows if row.kind in ("penalty", "caller")):
+    if any(getattr(rules, name) != getattr(Search, name) for name in (*PENALTIES, "rule")):
         logits = logits - total
         total = jnp.zeros_like(total)
     logits = permitted(logits, rules, written, certain=total).reshape(batch, beams, -1)

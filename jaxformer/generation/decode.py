@@ -122,7 +122,9 @@ def stream_tokens(
     have ended. `sources` is a source with its segment ids. A stop string is found when its piece is
     there: up to chunk - 1 tokens behind it are made for nothing, and replaced by the filler."""
     rules = Sampling(**sampling)
-    stops = StopStrings(stop_strings, tokenizer) if stop_strings else None
+    stops = None
+    if stop_strings:
+        stops = StopStrings(stop_strings, tokenizer)
     stream = start(params, config, prompt, max_new_tokens, key, segment_ids, sources, n)
     weights = prepared(params, config)
     program = fitted(weights)
@@ -201,8 +203,9 @@ def start(
         )
     slots = rung(tokens.shape[1] + max_new_tokens + spare, config.max_length)
     limit = np.int32(max_new_tokens)
-    # Prepared weights lack the prompt of a source.
-    weights = params if "virtual" in params else prepared(params, config)
+    weights = params
+    if "virtual" not in params:  # prepared weights lack the prompt of a source
+        weights = prepared(params, config)
     stream = _prefill(weights, config, slots, (tokens, segments), source_rows, key, limit)
     # `bool` waits for the device, once a call.
     if not isinstance(stream.logits, jax.core.Tracer) and bool(jnp.isnan(stream.logits).any()):
@@ -210,7 +213,9 @@ def start(
             "the logits after the prompt are NaN: the weights hold numbers that are not finite, or"
             " overflow in this dtype."
         )
-    return stream if n == 1 else jax.jit(repeated, static_argnums=1)(stream, n)
+    if n > 1:
+        stream = jax.jit(repeated, static_argnums=1)(stream, n)
+    return stream
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -284,8 +289,10 @@ def _decode(
     """Return `n` more tokens [B, n] and the stream after them; fewer steps are run where all end.
     With `final` the model does not read the very last of them, and the stream is that before it."""
     made = jnp.full((stream.done.shape[0], n), filler(rules.end_token), jnp.int32)
-    # Nothing is drawn after the very last token, which would be read for nothing.
-    steps = n - 1 if final else n
+    steps = n
+    if final:
+        # Nothing is drawn after the very last token, which would be read for nothing.
+        steps = n - 1
     if steps:
         drawn = functools.partial(_drawn, rules=rules)
         made, stream = continued(params, config, rules, steps, made, stream, drawn, TextSoFar.add)

@@ -29,8 +29,9 @@ def rung(length: int, longest: int) -> int:
     take."""
     count = rounded(length) // SLOTS
     power = 1 << (count - 1).bit_length()
-    steps = 3 * power // 4 if count <= 3 * power // 4 else power
-    return min(SLOTS * steps, rounded(max(length, longest)))
+    if count <= 3 * power // 4:
+        power = 3 * power // 4
+    return min(SLOTS * power, rounded(max(length, longest)))
 
 
 def padded(
@@ -41,7 +42,9 @@ def padded(
     lengths = np.array([[len(row)] for row in rows])  # [B, 1]
     length = max(length, int(lengths.max()))
     index = np.arange(length)
-    real = index >= length - lengths if left else index < lengths  # bool [B, T]
+    real = index < lengths  # bool [B, T]
+    if left:
+        real = index >= length - lengths
     tokens = np.zeros(real.shape, np.int32)
     tokens[real] = np.concatenate(rows)
     return tokens, real.astype(np.int32)
@@ -84,7 +87,9 @@ def read_rows(
             f"{name} must have tokens in 0 .. {config.vocab_size - 1}, and has {tokens.min()} to"
             f" {tokens.max()}."
         )
-    segments = np.ones_like(tokens) if segment_ids is None else np.asarray(segment_ids) != 0
+    segments = np.ones_like(tokens)
+    if segment_ids is not None:
+        segments = np.asarray(segment_ids) != 0
     if segments.shape != tokens.shape:
         raise ConfigError(
             f"the segment ids of {name} have shape {list(segments.shape)}, its tokens"
@@ -93,8 +98,9 @@ def read_rows(
     if not segments.any(axis=1).all():
         raise ConfigError(EMPTY)
     length = tokens.shape[1]
-    # The start token of an encoder-decoder, which stands alone, is not padded.
-    padding = rung(length, config.max_length) - length if length > 1 else 0
+    padding = 0
+    if length > 1:  # the start token of an encoder-decoder, which stands alone, is not padded
+        padding = rung(length, config.max_length) - length
     on_the_left = ((0, 0), (padding, 0))
     tokens = np.pad(tokens, on_the_left)
     segments = np.pad(segments, on_the_left)

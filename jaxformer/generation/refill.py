@@ -116,11 +116,13 @@ def refill(
         made, stream = _advance(weights, config, rules, CHUNK, stream)
         done = np.array(stream.done)  # [B]; a copy, since an array of JAX cannot be written
         for row, (number, text) in texts.items():
-            text += [token for token in np.asarray(made)[row].tolist() if token != NO_TOKEN]
+            new = np.asarray(made)[row]
+            text += new[new != NO_TOKEN].tolist()
             done[row] |= stopped(number, text)
         stream = replace(stream, done=jnp.asarray(done))
-        for row in [row for row in texts if done[row]]:
-            yield texts.pop(row)
+        for row in [*texts]:
+            if done[row]:
+                yield texts.pop(row)
 
 
 def _empty_rows(shapes: Stream, rows: int) -> Stream:
@@ -138,7 +140,9 @@ def _empty_rows(shapes: Stream, rows: int) -> Stream:
 def _padded_length(length: int, longest: int) -> int:
     """Return the length to which a prompt is padded. A prompt of one token, such as the start of a
     target, is not padded where all are."""
-    return 1 if longest == 1 else rung(length, longest)
+    if longest == 1:
+        return 1
+    return rung(length, longest)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -158,7 +162,9 @@ def _with_prompt(stream: Stream, row: np.int32, prompt: Stream) -> Stream:
             space = zip(old.shape[1:], new.shape, strict=True)
             # A prompt may have fewer slots. Those that are added have segment 0, and are empty.
             new = jnp.pad(new, [(0, most - size) for most, size in space])
-        return old.at[row].set(jnp.roll(new, shift, axis=0) if in_slots else new)
+        if in_slots:
+            new = jnp.roll(new, shift, axis=0)
+        return old.at[row].set(new)
 
     def arrays_of_rows(state: Stream) -> Stream:
         """The state without the length, which all rows share; its layout has an entry a slot."""

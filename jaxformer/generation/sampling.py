@@ -1,45 +1,75 @@
-"""The settings of the rules of a token, and how the next one is drawn from its logits."""
+"""The settings of the rules of a token, what they do to its logits, and how it is drawn from them.
+
+A rule that is not used, because it has its default, adds nothing to a program. In the comments, B
+is the number of rows, S the slots for a prompt and the new tokens, and V the size of the
+vocabulary.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.files import ConfigError
-from jaxformer.generation import token_rules as apply
-from jaxformer.generation.text_so_far import EndToken, TextSoFar
-from jaxformer.generation.token_rules import (
-    LogitRule,
-    RuleContext,
-    Values,
-    apply_rules,
-    are_ids,
-    are_words,
-    is_end,
-    is_function,
-    number_from,
-    rules_of,
-    tempered,
-    whole_from,
-)
+from jaxformer.generation.text_so_far import EndToken, TextSoFar, end_tokens, ends
 
-TOKEN_IDS = Values(are_ids, "a tuple of token ids")
-TOKEN_WORDS = Values(are_words, "a tuple of tuples of token ids")
-END_TOKENS = Values(is_end, "a token id, a tuple of them or None")
-WHOLE_NUMBER = Values(whole_from(0), "a whole number, at least 0")
-WITHIN_TWO = Values(number_from(-2, 2), "from -2 to 2")
-PENALTY_FACTOR = Values(
-    number_from(0, math.inf, 0, math.inf), "above 0, and finite (1 changes nothing)"
-)
-LOGITS_FUNCTION = Values(
-    is_function, "a function (logits [B, V], tokens [B, S]) -> logits [B, V] that can be hashed"
-)
-TEMPERATURES = Values(number_from(0, math.inf, math.inf), "at least 0, and finite")
-POSITIVE_SHARE = Values(number_from(0, 1, 0), "above 0 and at most 1")
-SHARE_OF_ONE = Values(number_from(0, 1), "from 0 to 1")
+
+class Values(NamedTuple):
+    """Which values a setting takes: `allowed` says whether a value is one, `words` what it has to
+    be."""
+
+    allowed: Callable[[Any], bool]
+    words: str
+
+
+def number_from(low: float, high: float, *besides: float) -> Callable[[Any], bool]:
+    """Return whether a value is a number of this range, but none of those `besides`."""
+
+    def allowed(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and low <= value <= high and value not in besides
+
+    return allowed
+
+
+def whole_from(low: int, high: float = math.inf) -> Callable[[Any], bool]:
+    """Return whether a value is a whole number of this range."""
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(token) is int for token in value)
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, tuple) and all(word and _are_ids(word) for word in value)
+
+
+def _is_end(value: Any) -> bool:
+    return value is None or all(isinstance(token, int | np.integer) for token in end_tokens(value))
+
+
+def _is_function(value: Any) -> bool:
+    """Return whether a value is None, or a function that a compiled program takes as argument."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return value is None or callable(value)
+
+
+# The rules that change the logits of tokens which they permit, but for the caller's own.
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+# What a draw has beside the rules on its text.
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
+IDS = Values(_are_ids, "a tuple of token ids")
+ENDS = Values(_is_end, "a token id, a tuple of them or None")
+COUNT = Values(whole_from(0), "a whole number, at least 0")
+PENALTY = Values(number_from(-2, 2), "from -2 to 2")
 
 
 @dataclass(frozen=True)
@@ -47,55 +77,48 @@ class TextRules:
     """What a text may hold, whichever way its tokens are chosen. The rules are applied in this
     order, which is that of transformers. Lengths count the tokens of a row without its padding."""
 
+    values: ClassVar[dict[str, Values]] = {
+        "end_token": ENDS,
+        "repetition_penalty": Values(
+            number_from(0, math.inf, 0, math.inf), "above 0, and finite (1 changes nothing)"
+        ),
+        "presence_penalty": PENALTY,
+        "frequency_penalty": PENALTY,
+        "no_repeat_ngram_size": COUNT,
+        "bad_words": Values(_are_words, "a tuple of tuples of token ids"),
+        "min_length": COUNT,
+        "min_new_tokens": COUNT,
+        "suppress_tokens": IDS,
+        "begin_suppress_tokens": IDS,
+        "forced_eos_token_id": ENDS,
+        "rule": Values(
+            _is_function,
+            "a function (logits [B, V], tokens [B, S]) -> logits [B, V] that can be hashed",
+        ),
+    }
+
     vocab_size: int | None = None  # ids from here on are padding of the table and never written
-    # A text stops after it, or after any of several.
-    end_token: Annotated[EndToken, LogitRule("stop", END_TOKENS)] = None
-    # Above 1, tokens of the text and its prompt are less likely.
-    repetition_penalty: Annotated[
-        float, LogitRule("penalty", PENALTY_FACTOR, apply.repetition_penalty)
-    ] = 1.0
-    # Subtracted once from the logits of tokens that were written.
-    presence_penalty: Annotated[float, LogitRule("penalty", WITHIN_TWO, apply.presence_penalty)] = (
-        0.0
-    )
-    # Subtracted each time that a token was written.
-    frequency_penalty: Annotated[
-        float, LogitRule("penalty", WITHIN_TWO, apply.frequency_penalty)
-    ] = 0.0
-    # No sequence of so many tokens is written twice.
-    no_repeat_ngram_size: Annotated[int, LogitRule("text", WHOLE_NUMBER, apply.no_repeat_ngram)] = 0
-    # Sequences of tokens that are not written.
-    bad_words: Annotated[
-        tuple[tuple[int, ...], ...], LogitRule("text", TOKEN_WORDS, apply.bad_words)
-    ] = ()
-    # Tokens with the prompt, before which no end token is written.
-    min_length: Annotated[int, LogitRule("text", WHOLE_NUMBER, apply.min_length)] = 0
-    # New tokens before which no end token is written.
-    min_new_tokens: Annotated[int, LogitRule("text", WHOLE_NUMBER, apply.min_new_tokens)] = 0
-    # Never written.
-    suppress_tokens: Annotated[
-        tuple[int, ...], LogitRule("text", TOKEN_IDS, apply.suppress_tokens)
-    ] = ()
-    # Not written as the first new token.
-    begin_suppress_tokens: Annotated[
-        tuple[int, ...], LogitRule("text", TOKEN_IDS, apply.begin_suppress_tokens)
-    ] = ()
+    end_token: EndToken = None  # a text stops after it, or after any of several
+    repetition_penalty: float = 1.0  # above 1, tokens of the text and its prompt are less likely
+    presence_penalty: float = 0.0  # subtracted once from the logits of tokens that were written
+    frequency_penalty: float = 0.0  # subtracted each time that a token was written
+    no_repeat_ngram_size: int = 0  # no sequence of so many tokens is written twice
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that are not written
+    min_length: int = 0  # tokens with the prompt, before which no end token is written
+    min_new_tokens: int = 0  # new tokens before which no end token is written
+    suppress_tokens: tuple[int, ...] = ()  # never written
+    begin_suppress_tokens: tuple[int, ...] = ()  # not written as the first new token
     # The last of max_new_tokens is this token, or one of several, if the text has not ended before.
-    forced_eos_token_id: Annotated[
-        EndToken, LogitRule("text", END_TOKENS, apply.forced_eos_token)
-    ] = None
+    forced_eos_token_id: EndToken = None
     # A function of the caller. Of the tokens the newest is last, and -1 stands before the first.
-    rule: Annotated[
-        Callable[[jax.Array, jax.Array], jax.Array] | None,
-        LogitRule("caller", LOGITS_FUNCTION, apply.callers_rule),
-    ] = None
+    rule: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
     def __post_init__(self) -> None:
         messages = []
-        for name, row in rules_of(type(self)).items():
+        for name, (allowed, words) in self.values.items():
             value = getattr(self, name)
-            if not row.values.allowed(value):
-                messages.append(f"{name}={value!r} must be {row.values.words}")
+            if not allowed(value):
+                messages.append(f"{name}={value!r} must be {words}")
         if messages:
             raise ConfigError("; ".join(messages))
 
@@ -105,13 +128,17 @@ class Sampling(TextRules):
     """How a token is drawn: greedily at temperature 0, else at random from what the filters leave
     of the tokens that the rules permit."""
 
-    temperature: Annotated[float, LogitRule("filter", TEMPERATURES)] = 1.0
-    # Keep the k likeliest tokens.
-    top_k: Annotated[int, LogitRule("filter", WHOLE_NUMBER, apply.keep_top_k)] = 0
-    # Keep the fewest likeliest tokens with this probability together.
-    top_p: Annotated[float, LogitRule("filter", POSITIVE_SHARE, apply.keep_top_p)] = 1.0
-    # Keep tokens with this share of the largest probability.
-    min_p: Annotated[float, LogitRule("filter", SHARE_OF_ONE, apply.keep_min_p)] = 0.0
+    values: ClassVar[dict[str, Values]] = TextRules.values | {
+        "temperature": Values(number_from(0, math.inf, math.inf), "at least 0, and finite"),
+        "top_k": COUNT,
+        "top_p": Values(number_from(0, 1, 0), "above 0 and at most 1"),
+        "min_p": Values(number_from(0, 1), "from 0 to 1"),
+    }
+
+    temperature: float = 1.0
+    top_k: int = 0  # keep the k likeliest tokens
+    top_p: float = 1.0  # keep the fewest likeliest tokens with this probability together
+    min_p: float = 0.0  # keep tokens with this share of the largest probability
 
 
 def sampling_key(key: jax.Array | None, sampling: Sampling) -> jax.Array:
@@ -121,23 +148,80 @@ def sampling_key(key: jax.Array | None, sampling: Sampling) -> jax.Array:
             "sampling at a temperature needs key=jax.random.key(...); with temperature=0 (greedy)"
             " leave it out."
         )
-    return jax.random.key(0) if key is None else key
+    if key is None:
+        return jax.random.key(0)
+    return key
 
 
 def within(logits: jax.Array, vocab_size: int | None) -> jax.Array:
-    """Logits [B, V] with the ids from `vocab_size` on, padding of the table, at -inf."""
+    """Return the logits [B, V] with the ids from `vocab_size` on, padding of the table, at -inf."""
     if vocab_size is None or vocab_size >= logits.shape[-1]:
         return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
+    return _without(logits, jnp.arange(logits.shape[-1]) >= vocab_size)
 
 
 def permitted(
     scores: jax.Array, rules: TextRules, written: TextSoFar, certain: jax.Array | float = 0.0
 ) -> jax.Array:
-    """Scores [B, V] after the penalties, with the tokens that may not come next at -inf; where the
-    end is forced, its score is `certain` [B, 1]."""
-    step = RuleContext(written, rules.end_token, certain)
-    return apply_rules(scores, rules, ("penalty", "text", "caller"), step)
+    """Return scores [B, V] after the penalties, with the tokens that may not come next at -inf;
+    where the end is forced, its score is `certain` [B, 1]."""
+    size = scores.shape[-1]
+    ids = jnp.arange(size)
+    if rules.repetition_penalty != 1:
+        # CTRL, arXiv:1909.05858, section 4.1.
+        penalty = rules.repetition_penalty
+        penalized = jnp.where(scores < 0, scores * penalty, scores / penalty)
+        scores = jnp.where(written.counts(size) > 0, penalized, scores)
+    if rules.presence_penalty:
+        scores = scores - rules.presence_penalty * (written.counts(size, new=True) > 0)
+    if rules.frequency_penalty:
+        scores = scores - rules.frequency_penalty * written.counts(size, new=True)
+    if rules.no_repeat_ngram_size:
+        # Those that would end a sequence that the text has already (arXiv:1705.04304).
+        scores = _without(scores, written.repeating(rules.no_repeat_ngram_size, size))
+    for length in sorted({len(word) for word in rules.bad_words}):
+        # The last token of each word whose other tokens are the newest of the text. Words of a
+        # length are compared at once: a model may have thousands of them.
+        group = []
+        for word in rules.bad_words:
+            is_end = length == 1 and word[0] in end_tokens(rules.end_token)
+            if len(word) == length and not is_end:
+                group.append(word)
+        if group:
+            words = np.array(group)
+            newest = written.newest(length - 1)  # [B, length - 1]
+            matches = (newest[:, None] == words[:, :-1]).all(axis=-1)  # [B, words]
+            # Words may end in the same token, which any of them bans.
+            banned = jnp.zeros(scores.shape, bool).at[:, words[:, -1]].max(matches)
+            scores = _without(scores, banned)
+    # Before these lengths a text does not end.
+    if rules.min_length:
+        early = written.lengths() < rules.min_length
+        scores = _without(scores, early[:, None] & ends(ids, rules.end_token))
+    if rules.min_new_tokens:
+        early = written.count < rules.min_new_tokens
+        scores = _without(scores, early & ends(ids, rules.end_token))
+    if rules.suppress_tokens:
+        scores = _without(scores, ends(ids, rules.suppress_tokens))
+    if rules.begin_suppress_tokens:
+        is_first = written.count == 0
+        scores = _without(scores, is_first & ends(ids, rules.begin_suppress_tokens))
+    if rules.forced_eos_token_id is not None:
+        forced = jnp.where(ends(ids, rules.forced_eos_token_id), certain, -jnp.inf)
+        scores = jnp.where(written.count == written.limit - 1, forced, scores)
+    if rules.rule is not None:
+        changed = jnp.asarray(rules.rule(scores, written.newest_last()), jnp.float32)
+        if changed.shape != scores.shape:
+            raise ConfigError(
+                f"rule={rules.rule!r} returned an array {list(changed.shape)}: it must return"
+                f" logits of the shape that it is called with, {list(scores.shape)}."
+            )
+        scores = changed
+    return scores
+
+
+def _without(logits: jax.Array, banned: jax.Array) -> jax.Array:
+    return jnp.where(banned, -jnp.inf, logits)
 
 
 def draw(
@@ -158,4 +242,32 @@ def choices(logits: jax.Array, sampling: Sampling, written: TextSoFar | None = N
         logits = permitted(logits, sampling, written)
     if sampling.temperature == 0:
         return logits
-    return apply_rules(tempered(logits, sampling.temperature), sampling, ("filter",))
+    logits = tempered(logits, sampling.temperature)
+    if sampling.top_k:
+        # Ties with the k-th stay (arXiv:1805.04833).
+        best, _ = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))
+        logits = _without(logits, logits < best[:, -1:])
+    if sampling.top_p != 1:
+        # Without a token where the likelier ones have this probability together
+        # (arXiv:1904.09751).
+        ranked = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(ranked, axis=-1)
+        likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
+        likeliest = jnp.arange(ranked.shape[-1]) == 0  # it stays also where top_p rounds to 0
+        nucleus = jnp.where((likelier < sampling.top_p) | likeliest, ranked, jnp.inf)
+        logits = _without(logits, logits < jnp.min(nucleus, axis=-1, keepdims=True))
+    if sampling.min_p:
+        # A ratio of probabilities is a difference of logits, which takes no softmax
+        # (arXiv:2407.01082).
+        least = logits.max(axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = _without(logits, logits < least)
+    return logits
+
+
+def tempered(logits: jax.Array, temperature: float) -> jax.Array:
+    """Return logits [B, V] over a temperature above 0. The largest of each row is subtracted first,
+    so that its quotient is 0 at any temperature. A temperature that float32 rounds to 0 or to
+    infinity is replaced by the nearest one whose reciprocal is a float32 too."""
+    smallest = float(np.finfo(np.float32).tiny)
+    bounded = min(max(temperature, smallest), 1 / smallest)
+    return (logits - logits.max(axis=-1, keepdims=True)) / bounded

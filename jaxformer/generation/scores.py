@@ -50,7 +50,9 @@ def score(
     tokens = jnp.asarray(tokens)
     logits, _ = logits_of(params, config, {"tokens": tokens} | inputs)
     segments = inputs.get("segment_ids")
-    segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments)
+    if segments is None:
+        segments = jnp.ones_like(tokens)
+    segments = jnp.asarray(segments)
     follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)  # [B, T - 1]
     if not 0 <= top <= logits.shape[-1]:
         raise ConfigError(f"top={top} must be from 0 to the {logits.shape[-1]} tokens there are.")

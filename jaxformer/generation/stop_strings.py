@@ -1,7 +1,7 @@
 """Stop strings: where the new tokens of a text complete one, and the text before them."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from jaxformer.files import ConfigError
@@ -50,20 +50,3 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     if not stops:
         return text
     return re.split("|".join(map(re.escape, stops)), text, maxsplit=1)[0]
-
-
-def stream_before_stop(texts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Yield the pieces of a text up to its first stop string. The last characters, which may be the
-    beginning of one, wait for the next piece."""
-    longest = max(map(len, stops), default=1)
-    waiting = ""
-    for text in texts:
-        waiting += text
-        before = before_stop(waiting, stops)
-        if len(before) < len(waiting):
-            yield before
-            return
-        ready = max(0, len(waiting) - longest + 1)
-        yield waiting[:ready]
-        waiting = waiting[ready:]
-    yield waiting

@@ -13,9 +13,11 @@ EndToken = int | tuple[int, ...] | None
 
 def end_tokens(end_token: EndToken) -> tuple[int, ...]:
     """Return the end tokens: none, one or several."""
+    if end_token is None:
+        return ()
     if isinstance(end_token, tuple):
         return end_token
-    return () if end_token is None else (end_token,)
+    return (end_token,)
 
 
 def ends(tokens: jax.Array, end_token: EndToken) -> jax.Array:

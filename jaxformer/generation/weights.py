@@ -123,10 +123,12 @@ def _prepare(params: Params, config: ModelConfig) -> Params:
         stacks = stacks_of(blocks)
         counts = [len(jax.tree.leaves(stacked)[0]) for stacked in stacks]
         has_pattern = "0" in blocks  # of layers of several kinds, each with a stack of its own
-        blocks = [
-            _layer(stacks[kind], np.int32(index), config, f"{kind}." if has_pattern else "")
-            for kind, index in layer_order(counts)
-        ]
+        blocks = []
+        for kind, index in layer_order(counts):
+            prefix = ""
+            if has_pattern:
+                prefix = f"{kind}."
+            blocks.append(_layer(stacks[kind], np.int32(index), config, prefix))
     return _others(params, config) | {"blocks": blocks}
 
 
@@ -152,11 +154,13 @@ def _layer(stacked: Params, index: np.int32, config: ModelConfig, prefix: str) -
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked
     )
     table = rows(specs(config)["blocks"])
-    turned_kinds = (jax.Array,) if platform() == "cpu" else (NF4Weight,)
+    turned_kind: Any = NF4Weight
+    if platform() == "cpu":
+        turned_kind = jax.Array
 
     def turned(path: Any, leaf: Any) -> Any:
         spec = table.get(prefix + dotted(path))
-        if spec is None or not isinstance(leaf, turned_kinds):
+        if spec is None or not isinstance(leaf, turned_kind):
             return leaf
         n = len(spec.inputs)
         # The first axis is "layers". A matrix whose inputs do not follow it stays as it is.

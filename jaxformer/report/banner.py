@@ -67,8 +67,9 @@ def result_lines(metrics: Mapping[str, float]) -> dict[str, str]:
     if "val_reward_margin" in metrics:
         text = f"{loss:.4f} per pair"
     else:
-        # exp overflows beyond 709.
-        value = math.inf if loss >= 700 else math.exp(loss)
+        value = math.inf
+        if not loss >= 700:  # exp overflows beyond 709
+            value = math.exp(loss)
         perplexity = f"{value:.2g}" if value >= 1e6 else f"{value:,.1f}"
         text = f"{loss:.4f} nats per target (perplexity {perplexity})"
     lines = {"validation loss": text}

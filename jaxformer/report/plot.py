@@ -50,13 +50,16 @@ def plot_losses(run_dir: Path) -> Path:
         # The first losses are far above all others, and would flatten the rest.
         top.set_ylim(*limits(np.append(column(lines, "loss"), column(lines, "val_loss"))))
         top.set_title(run_dir.resolve().name, loc="left", fontweight="bold")
-        pairs = any("reward_margin" in line for line in lines)
-        top.set_ylabel("loss (per pair)" if pairs else "loss (nats per token)")
+        logged = set[str]().union(*lines)
+        unit = "nats per token"
+        if "reward_margin" in logged:
+            unit = "per pair"
+        top.set_ylabel(f"loss ({unit})")
         top.legend(loc="upper right")
         draw_curve(bottom, lines, "learning_rate", "", INK)
         bottom.set_ylabel("learning rate")
         bottom.yaxis.set_major_formatter("{x:g}")
-        bottom.set_xlabel("tokens" if any("tokens" in line for line in lines) else "steps")
+        bottom.set_xlabel("tokens" if "tokens" in logged else "steps")
     return path
 
 

@@ -62,9 +62,10 @@ class ProgressBar:
 
     def __enter__(self) -> Self:
         if self._mode == "auto":
+            self._mode = "lines"
             # The dumb terminals of editors cannot redraw a line.
-            can_redraw = self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-            self._mode = "bar" if can_redraw else "lines"
+            if self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+                self._mode = "bar"
         if self._mode == "bar":
             from rich.console import Console  # lines do not need it
             from rich.live import Live
@@ -198,5 +199,8 @@ BAR_PARTS = ("loss", "tokens_per_second", "mfu")
 
 def _parts(metrics: Mapping[str, Any], names: Iterable[str] = LINE_PARTS) -> list[str]:
     """Return the numbers of these names as text; an MFU of 0 is one that is not known."""
-    known = [name for name in names if name in metrics and (name != "mfu" or metrics[name] > 0)]
-    return [LINE_PARTS[name].format(metrics[name]) for name in known]
+    parts = []
+    for name in names:
+        if name in metrics and (name != "mfu" or metrics[name] > 0):
+            parts.append(LINE_PARTS[name].format(metrics[name]))
+    return parts

@@ -2,6 +2,7 @@
 of computation, masks, beams and the logits of each layer."""
 
 import base64
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ LEVELS = 65_535  # steps between the weights 0 and 1
 MAX_WEIGHTS = 2**25  # of a page: 64 MiB as 16-bit integers
 
 JOINERS = "\u200c\u200d"  # not printable, but they shape the characters around them
-VISIBLE = {"\n": "↵", "\r": "␍", "\t": "⇥", **{char: char for char in JOINERS}}
+VISIBLE = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 
 Choices = Sequence[tuple[str, float]]  # texts with their probabilities, likeliest first
 
@@ -39,8 +40,10 @@ def visible(token: str) -> str:
     for char in token:
         if char in VISIBLE or char.isspace():
             shown += VISIBLE.get(char, "·")
+        elif char in JOINERS or char.isprintable():
+            shown += char
         else:
-            shown += char if char.isprintable() else "\N{REPLACEMENT CHARACTER}"
+            shown += "\N{REPLACEMENT CHARACTER}"
     return shown or "∅"
 
 
@@ -141,15 +144,16 @@ def attention_page(
             "bits": [_base64(row) for row in bits],
             "layers": index_of_layer.reshape(-1).tolist(),
         }
-    axes = sorted({axis for kind in kinds for axis in AXES[kind]})
+    texts = {}
     # As of a character that is three tokens of bytes.
     shared = {}
-    for axis in axes:
+    for axis in sorted({*itertools.chain.from_iterable(AXES[kind] for kind in kinds)}):
+        texts[axis] = [visible(token) for token in tokens[axis]]
         shared[axis] = [(first, end, visible(text)) for first, end, text in groups.get(axis, ())]
     data = {
         "title": title,
         "layers": sorted(layers),
-        "tokens": {axis: [visible(token) for token in tokens[axis]] for axis in axes},
+        "tokens": texts,
         "groups": shared,
         "maps": packed_maps,
         "candidates": [_packed_choices(step) for step in candidates],
@@ -187,10 +191,11 @@ def _packed_choices(choices: Choices) -> list[tuple[str, float]]:
 
 
 def _packed_candidate(candidate: BeamCandidate) -> dict[str, Any]:
-    score = candidate.score
-    return candidate._asdict() | {
-        "before": visible(candidate.before) if candidate.before else "",
-        "token": visible(candidate.token),
-        "log_probability": round(float(candidate.log_probability), 4),
-        "score": None if score is None else round(float(score), 4),
-    }
+    record = candidate._asdict()
+    if candidate.before:
+        record["before"] = visible(candidate.before)
+    if candidate.score is not None:
+        record["score"] = round(float(candidate.score), 4)
+    record["token"] = visible(candidate.token)
+    record["log_probability"] = round(float(candidate.log_probability), 4)
+    return record

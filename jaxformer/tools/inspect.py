@@ -18,6 +18,13 @@ from jaxformer.layers.pattern import layer_configs, of_source
 from jaxformer.models.inputs import check_inputs, inputs_of
 from jaxformer.models.transformer import logits_of
 
+# The names of the attention weights of a layer, by the kind of attention.
+CAPTURES = {
+    "encoder": "encoder.{}.attention_weights",
+    "decoder": "decoder.{}.attention_weights",
+    "cross": "decoder.{}.cross_weights",
+}
+
 
 class Inspection(NamedTuple):
     """The logits of a forward pass, and the captured intermediates by their full names."""
@@ -57,7 +64,7 @@ def inspect(
     request = Request(tuple(capture), dict(replace or {}))
     batch = {"tokens": tokens, **inputs}
     logits, aux = logits_of(params, config, batch, request)
-    missing = [name for name in request.replace if name not in aux.captures]
+    missing = sorted(request.replace.keys() - aux.captures.keys())
     for name in request.capture:
         if not any(fits(captured, name) for captured in aux.captures):
             missing.append(name)
@@ -90,32 +97,31 @@ def attention_maps(
     `inputs` are the keywords of `jf.forward`: `source` [B, S] for an encoder-decoder. Raises
     ConfigError for a layer that no stack has.
     """
-    layers_of_decoder = config.n_layers
-    # The layers of each kind of attention, by the form of its captures' names.
-    depths = {
-        "encoder.{}.attention_weights": config.encoder_layers,
-        "decoder.{}.attention_weights": 0 if config.family == "encoder" else layers_of_decoder,
-        "decoder.{}.cross_weights": layers_of_decoder if config.family == "encoder_decoder" else 0,
-    }
+    # The layers of each kind of attention.
+    depths = {"encoder": config.encoder_layers}
+    if config.family != "encoder":
+        depths["decoder"] = config.n_layers
+    if config.family == "encoder_decoder":
+        depths["cross"] = config.n_layers
     depth_limit = max(depths.values())
-    bad = [layer for layer in layers or () if not 0 <= layer < depth_limit]
+    if layers is None:
+        layers = range(depth_limit)
+    bad = sorted({*layers} - {*range(depth_limit)})
     if bad:
         raise ConfigError(f"layers={bad} are not among 0 .. {depth_limit - 1} of this model.")
-    groups = []
+    names = {}
     every = list[str]()
+    for kind, depth in depths.items():
+        form = CAPTURES[kind]
+        names[kind] = [form.format(layer) for layer in range(depth) if layer in layers]
+        every += names[kind]
     # In one forward pass, whatever stacks the model has.
-    for form, depth in depths.items():
-        group = [form.format(i) for i in range(depth) if layers is None or i in layers]
-        groups.append(group)
-        every += group
     inspection = inspect(params, config, tokens, every, **inputs)
-
-    def stacked(group: list[str]) -> jax.Array | None:
+    maps = dict[str, jax.Array | None](encoder=None, decoder=None, cross=None)
+    for kind, group in names.items():
         if group:
-            return jnp.stack([inspection.values[name] for name in group])
-        return None
-
-    return AttentionMaps(inspection.logits, *map(stacked, groups))
+            maps[kind] = jnp.stack([inspection.values[name] for name in group])
+    return AttentionMaps(inspection.logits, **maps)
 
 
 def attention_masks(
@@ -133,32 +139,38 @@ def attention_masks(
     batch_inputs = inputs_of(batch)
     layout = batch_inputs.layout
     source = batch_inputs.source_layout
-    kinds = {}
-    if config.family == "encoder_decoder" and source is not None:
-        kinds["encoder"] = AttentionMask(source, source, causal=False), config.encoder_layers
-    stack = "decoder"
-    if config.family == "encoder":
-        stack = "encoder"
-    kinds[stack] = AttentionMask(layout, layout, causal=stack == "decoder"), config.n_layers
-    if source is not None:
-        cross = AttentionMask(layout, source, causal=False, relative=False)
-        kinds["cross"] = cross, config.n_layers
-
-    def keys_of(mask: AttentionMask, window: int) -> jax.Array:
-        shape = (*mask.queries.positions.shape, mask.keys.positions.shape[-1])
-        keys = visible(mask._replace(window=window))
-        if keys is None:
-            return jnp.ones(shape, bool)
-        return jnp.broadcast_to(keys, shape)
-
     masks = {}
-    for kind, (mask, depth) in kinds.items():
+    stacks: dict[str, tuple[AttentionMask, list[int]]]
+    windows = [layer.window for layer in layer_configs(config, config.n_layers)]
+    own = AttentionMask(layout, layout, causal=config.family != "encoder")
+    if source is None:
+        stacks = {config.family: (own, windows)}
+    else:
+        encoder_layers = layer_configs(of_source(config), config.encoder_layers)
+        stacks = {
+            "encoder": (
+                AttentionMask(source, source, causal=False),
+                [layer.window for layer in encoder_layers],
+            ),
+            "decoder": (own, windows),
+            "cross": (
+                AttentionMask(layout, source, causal=False, relative=False),
+                [0] * config.n_layers,
+            ),
+        }
+    for kind, (mask, windows) in stacks.items():
         # Layers differ in their windows alone, so a mask of each is enough.
-        chosen = [i for i in range(depth) if layers is None or i in layers]
-        configs = layer_configs(of_source(config) if kind == "encoder" else config, depth)
-        windows = [0 if kind == "cross" else layer.window for layer in configs]
+        shape = (*mask.queries.positions.shape, mask.keys.positions.shape[-1])
+        chosen = []
+        for number, window in enumerate(windows):
+            if layers is not None and number not in layers:
+                continue
+            keys = visible(mask._replace(window=window))
+            if keys is None:
+                keys = jnp.ones(shape, bool)
+            chosen.append(jnp.broadcast_to(keys, shape))
         if chosen:
-            masks[kind] = jnp.stack([keys_of(mask, windows[i]) for i in chosen])
+            masks[kind] = jnp.stack(chosen)
     return masks
 
 

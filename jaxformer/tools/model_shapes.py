@@ -1,13 +1,9 @@
 """The shapes of a model: every sublayer and product in the order of computation, from its table of
-parameters and the rows of its sublayers.
-
-They are made twice, for the sizes that are asked for and for sizes of which no two are equal, which
-tell what size of the config each axis is.
-"""
+parameters and the rows of its sublayers."""
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -17,8 +13,6 @@ import jax.numpy as jnp
 
 from jaxformer.arrays.params import Spec, Specs, count, rows
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.settings import with_settings
-from jaxformer.files import ConfigError
 from jaxformer.layers.block import PLACEMENTS, all_sublayers, block_specs, shared_norm
 from jaxformer.layers.embed import embed_formula
 from jaxformer.layers.head import HEADS, head_formula, is_tied, reads_pooler
@@ -28,39 +22,57 @@ from jaxformer.models.cost import Stack, stacks
 from jaxformer.models.inputs import check_inputs
 from jaxformer.models.transformer import specs
 
-Shape = tuple[int, ...]
-
-
-class Symbol(NamedTuple):
-    """The name of an axis: its size in the trace for symbols, and what it counts."""
-
-    size: int
-    meaning: str
-
-
-# No two sizes are equal, nor is the product of two of them a third, but for N = K G.
+# What the symbols of axes count.
 SYMBOLS = {
-    "B": Symbol(7, "rows of the batch"),
-    "T": Symbol(33, "tokens of a row"),
-    "S": Symbol(39, "tokens of a source"),
-    "D": Symbol(130, "model.d_model"),
-    "N": Symbol(12, "heads"),
-    "K": Symbol(4, "key-value heads"),
-    "G": Symbol(3, "query heads of a key-value head"),
-    "H": Symbol(18, "width of a head"),
-    "W": Symbol(14, "width of a value"),
-    "F": Symbol(88, "model.d_ff"),
-    "V": Symbol(101, "model.vocab_size"),
-    "C": Symbol(17, "classes"),
-    "E": Symbol(26, "experts"),
-    "X": Symbol(46, "width of an expert"),
-    "Y": Symbol(58, "width of the shared expert"),
-    "M": Symbol(693, "pairs of a token and an expert"),
-    "R": Symbol(23, "model.latent.kv_rank"),
-    "Q": Symbol(29, "model.latent.query_rank"),
-    "P": Symbol(8, "model.latent.rope_head_dim"),
-    "H-P": Symbol(10, "width of a head without the shared key"),
+    "B": "rows of the batch",
+    "T": "tokens of a row",
+    "S": "tokens of a source",
+    "D": "model.d_model",
+    "N": "heads",
+    "K": "key-value heads",
+    "G": "query heads of a key-value head",
+    "H": "width of a head",
+    "W": "width of a value",
+    "F": "model.d_ff",
+    "V": "model.vocab_size",
+    "C": "classes",
+    "E": "experts",
+    "X": "width of an expert",
+    "Y": "width of the shared expert",
+    "M": "pairs of a token and an expert",
+    "R": "model.latent.kv_rank",
+    "Q": "model.latent.query_rank",
+    "P": "model.latent.rope_head_dim",
+    "H-P": "width of a head without the shared key",
 }
+# The symbols that an axis of a parameter may have, and the sizes of the config that they stand for:
+# the first with the size of the axis is its own.
+AXIS_SYMBOLS = {
+    "embed": {"D": "d_model", "Q": "latent.query_rank", "R": "latent.kv_rank"},
+    "hidden": {"D": "d_model"},
+    "latent": {"Q": "latent.query_rank", "R": "latent.kv_rank", "P": "latent.rope_head_dim"},
+    "heads": {"N": "n_heads"},
+    "kv_heads": {"N": "n_heads", "K": "kv_heads"},
+    "head_dim": {"H": "head_width", "W": "value_width"},
+    "mlp": {"F": "ff_width"},
+    "scores": {"E": "experts.n"},
+    "vocab": {"V": "vocab_size"},
+    "classes": {"C": "head.n_classes"},
+}
+
+
+class Axis(int):
+    """The size of an axis, with its symbol."""
+
+    symbol: str
+
+    def __new__(cls, symbol: str, size: int) -> "Axis":
+        axis = super().__new__(cls, size)
+        axis.symbol = symbol
+        return axis
+
+
+Shape = tuple[Axis, ...]
 
 
 class ShapeRow(NamedTuple):
@@ -78,8 +90,14 @@ class ShapeRow(NamedTuple):
     flops: int = 0
     layers: tuple[int, ...] = ()
     depth: int = 0
-    reads_symbols: tuple[str, ...] = ()
-    makes_symbols: tuple[str, ...] = ()
+
+    @property
+    def reads_symbols(self) -> tuple[str, ...]:
+        return tuple(map(_in_symbols, self.reads))
+
+    @property
+    def makes_symbols(self) -> tuple[str, ...]:
+        return tuple(map(_in_symbols, self.makes))
 
     @property
     def times(self) -> int:
@@ -96,54 +114,8 @@ class ShapeRow(NamedTuple):
         return self.name.replace(f".{first}.", f".{first}-{last}.", 1)
 
 
-def shapes_of(
-    config: ModelConfig, batch_size: int, length: int, source_length: int = 0
-) -> list[ShapeRow]:
-    """Return the rows of a forward pass of `batch_size` rows of `length` tokens, with sources of
-    `source_length` tokens (0: as many), in the order of computation. Layers of equal shapes are one
-    row. Parameters that no sublayer reads, such as the biases of T5's positions or a second head,
-    are in a last row "other"."""
-    numbers = model_rows(config, batch_size, length, source_length or length)
-    sizes = {name: symbol.size for name, symbol in SYMBOLS.items()}
-    # Axes that not every model has.
-    optional = {"head.n_classes": "C", "experts.n": "E", "experts.shared_ff": "Y"}
-    optional |= {"latent.kv_rank": "R", "latent.query_rank": "Q", "latent.rope_head_dim": "P"}
-    settings = {name: sizes[axis] for name, axis in optional.items() if attrgetter(name)(config)}
-    try:
-        symbolic_config = with_settings(
-            config,
-            {
-                "d_model": sizes["D"],
-                "n_heads": sizes["N"],
-                "n_kv_heads": sizes["K"] if config.kv_heads != config.n_heads else 0,
-                "head_dim": sizes["H"],
-                "attention.value_dim": sizes["W"] if config.value_width != config.head_width else 0,
-                "d_ff": sizes["F"],
-                "vocab_size": sizes["V"],
-                "max_length": max(config.max_length, sizes["S"]),
-                "experts.per_token": sizes["M"] // (sizes["B"] * sizes["T"]),
-                "experts.d_ff": sizes["X"],
-                "experts.groups": 1,
-                "experts.top_groups": 1,
-                "experts.capacity": 0.0,
-                **settings,
-            },
-        )
-        symbolic = model_rows(symbolic_config, sizes["B"], sizes["T"], sizes["S"])
-    except ConfigError as error:
-        # Some settings allow certain sizes only.
-        raise ConfigError(f"the axes of this model cannot be named: {error}") from error
-    names = {size: name for name, size in sizes.items()}
-
-    def named(shapes: Sequence[Shape]) -> tuple[str, ...]:
-        axes = (", ".join(names.get(size, str(size)) for size in shape) for shape in shapes)
-        return tuple(f"[{text}]" for text in axes)
-
-    # Both have the same rows: only sizes differ between the two configs.
-    pairs = zip(numbers, symbolic, strict=True)
-    return [
-        row._replace(reads_symbols=named(s.reads), makes_symbols=named(s.makes)) for row, s in pairs
-    ]
+def _in_symbols(shape: Shape) -> str:
+    return f"[{', '.join(axis.symbol for axis in shape)}]"
 
 
 def formula_of(config: ModelConfig, name: str) -> tuple[str, ...]:
@@ -172,18 +144,24 @@ def formula_of(config: ModelConfig, name: str) -> tuple[str, ...]:
     return (*sublayer.formula(config), added)
 
 
-def model_rows(
-    config: ModelConfig, batch_size: int, length: int, source_length: int
+def shapes_of(
+    config: ModelConfig, batch_size: int, length: int, source_length: int = 0
 ) -> list[ShapeRow]:
-    """Return the rows of a model, without symbols."""
+    """Return the rows of a forward pass of `batch_size` rows of `length` tokens, with sources of
+    `source_length` tokens (0: as many), in the order of computation. Layers of equal shapes are one
+    row. Parameters that no sublayer reads, such as the biases of T5's positions or a second head,
+    are in a last row "other"."""
+    source_length = source_length or length
     batch = {"tokens": jax.ShapeDtypeStruct((batch_size, length), jnp.int32)}
     if config.family == "encoder_decoder":
         batch["source"] = jax.ShapeDtypeStruct((batch_size, source_length), jnp.int32)
     check_inputs(config, batch)
     table = specs(config)
     shape_rows = list[ShapeRow]()
+    in_batch = Axis("B", batch_size)
+    width = Axis("D", config.d_model)
     for stack in stacks(config, length, source_length):
-        x = (batch_size, stack.tokens, config.d_model)  # [B, T, D]
+        x = (in_batch, Axis("T", stack.tokens), width)
         branch = table
         path = ""
         embed_name = "embed"
@@ -192,8 +170,9 @@ def model_rows(
             if stack.name == "encoder":
                 branch = table["encoder"]
                 path = "encoder."
+                x = (in_batch, Axis("S", stack.tokens), width)
         embedding = branch.get("embed", {})
-        products = _products(embedding, embed_name, x, x)
+        products = _products(config, embedding, embed_name, x, x)
         shape_rows += _sublayer(embed_name, (x[:2],), (x,), embedding, products)
         shape_rows += _layer_rows(stack, x, config.layers_in_group)
         if "final_norm" in branch:
@@ -203,13 +182,13 @@ def model_rows(
         head = table["pooler"] | head
     y = x
     if HEADS[config.output].of_row:
-        y = (batch_size, 1, config.d_model)
+        y = (in_batch, Axis("1", 1), width)
     matrices = head
     if is_tied(config):
         matrix: Spec = table["embed"]["tokens"]
         inputs = tuple(axis for axis in matrix.axes if axis != "vocab")
         matrices = head | {"weight": replace(matrix, inputs=inputs, lookup=False)}
-    products = _products(matrices, "head", y, y, "weight")
+    products = _products(config, matrices, "head", y, y, "weight")
     makes = products[-1].makes if products else (x,)
     shape_rows += _sublayer("head", (x,), makes, head, products)
     # Nothing is left out silently: what no row has counted is a row of its own.
@@ -222,7 +201,7 @@ def model_rows(
 def _layer_rows(stack: Stack, x: Shape, layers_in_group: int) -> Iterator[ShapeRow]:
     """Yield the rows of the layers of a stack; equal layers in a row are one. Layers are numbered
     by the group whose parameters they read, and the first of a group counts these."""
-    source = (x[0], stack.source, x[2])
+    source = (x[0], Axis("S", stack.source), x[2])
 
     def kind_of(number: int) -> tuple[ModelConfig, bool]:
         return stack.layers[number], number % layers_in_group == 0
@@ -243,8 +222,10 @@ def _layer_rows(stack: Stack, x: Shape, layers_in_group: int) -> Iterator[ShapeR
                 if part == kind:
                     if sublayer.reads_source:
                         reads = (source, x)
-                    products = _products(branches[part], name, x, source, sublayer.product)
-                    products[-1:-1] = _without_weight(sublayer, layer, stack, name, x)
+                    last = sublayer.product
+                    products = _products(layer, branches[part], name, x, source, last)
+                    keys = source[1] if sublayer.reads_source else x[1]
+                    products[-1:-1] = _without_weight(sublayer, layer, name, x, keys)
                 branch = branches[part] if is_first else {}
                 for row in _sublayer(name, reads, (x,), branch, products):
                     yield row._replace(layers=layers)
@@ -262,7 +243,9 @@ def _sublayer(
     return [ShapeRow(name, reads, makes, count(branch), flops), *products]
 
 
-def _products(branch: Specs, name: str, x: Shape, source: Shape, last: str = "") -> list[ShapeRow]:
+def _products(
+    config: ModelConfig, branch: Specs, name: str, x: Shape, source: Shape, last: str = ""
+) -> list[ShapeRow]:
     """Return the products of x [B, T, D], or of a source [B, S, D], with the matrices of a
     sublayer, and that with the matrix `last` after all others."""
     table = rows(branch)
@@ -272,14 +255,30 @@ def _products(branch: Specs, name: str, x: Shape, source: Shape, last: str = "")
         # A lookup reads rows and multiplies nothing.
         if not spec.is_matrix or spec.lookup:
             continue
-        sizes = dict(zip(spec.axes, spec.shape, strict=True))
-        tokens = (source if spec.reads == "source" else x)[:2]
-        if "experts" in sizes:
+        tokens = x[:2]
+        if spec.reads == "source":
+            tokens = source[:2]
+        if "experts" in spec.axes:
             # A row for each pair of a token and an expert.
-            tokens = (round(math.prod(tokens) * spec.active * sizes["experts"]),)
-        # The axes of the matrix that the product sums over.
-        inputs = [size for axis, size in sizes.items() if axis in spec.inputs]
-        outputs = [size for axis, size in sizes.items() if axis not in (*spec.inputs, *spec.batch)]
+            tokens = (Axis("M", round(math.prod(tokens) * spec.active * config.experts.n)),)
+        inputs: Shape = ()
+        outputs: Shape = ()
+        for axis, size in zip(spec.axes, spec.shape, strict=True):
+            settings = AXIS_SYMBOLS.get(axis, {})
+            names = [
+                symbol for symbol, name in settings.items() if attrgetter(name)(config) == size
+            ]
+            symbol = (*names, str(size))[0]
+            if axis == "mlp" and "experts" in spec.axes:
+                symbol = "X"
+            elif axis == "mlp" and path.startswith("shared"):
+                symbol = "Y"
+            elif axis == "head_dim" and path == "k" and size != config.head_width:
+                symbol = "H-P"
+            if axis in spec.inputs:  # the product sums over it
+                inputs += (Axis(symbol, size),)
+            elif axis not in spec.batch:
+                outputs += (Axis(symbol, size),)
         row = ShapeRow(
             f"{name}.{path.replace('.', ' ')}",
             ((*tokens, *inputs),),
@@ -292,30 +291,35 @@ def _products(branch: Specs, name: str, x: Shape, source: Shape, last: str = "")
 
 
 def _without_weight(
-    sublayer: Sublayer, layer: ModelConfig, stack: Stack, name: str, x: Shape
+    sublayer: Sublayer, layer: ModelConfig, name: str, x: Shape, keys: Axis
 ) -> list[ShapeRow]:
     """Return the products of a sublayer that no parameter has. Those of attention are of queries
     with the rows of relative positions and with keys, and of the weights with values."""
-    batch_size, queries, _ = x
-    keys = stack.keys(sublayer)
+    in_batch, queries, _ = x
     # FLOPs of the products without a parameter, as the FLOPs of a step count them.
-    total = round(batch_size * queries * sublayer.scores(layer, keys))
+    total = round(in_batch * queries * sublayer.scores(layer, keys))
     if not total:
         return []
     if sublayer.capture not in ("attention_out", "cross_out"):
         return [ShapeRow(f"{name}.product", (x,), (x,), flops=total, depth=1)]
-    n = layer.n_heads
-    k = layer.kv_heads
-    q = (batch_size, queries, n, layer.head_width)
-    weights: Shape = (batch_size, n, queries, keys)
-    if k != n:
-        weights = (batch_size, k, n // k, queries, keys)
-    of_keys = (batch_size, keys, k, layer.head_width)
-    flops = 2 * math.prod(weights) * layer.head_width
+    heads = Axis("N", layer.n_heads)
+    shared_heads = heads
+    weights: Shape = (in_batch, heads, queries, keys)
+    if layer.kv_heads != layer.n_heads:
+        shared_heads = Axis("K", layer.kv_heads)
+        group = Axis("G", layer.n_heads // layer.kv_heads)
+        weights = (in_batch, shared_heads, group, queries, keys)
+    head_width = Axis("H", layer.head_width)
+    value_width = head_width
+    if layer.value_width != layer.head_width:
+        value_width = Axis("W", layer.value_width)
+    q = (in_batch, queries, heads, head_width)
+    of_keys = (in_batch, keys, shared_heads, head_width)
+    flops = 2 * math.prod(weights) * head_width
     scores = ShapeRow(f"{name}.scores", (q, of_keys), (weights,), flops=flops, depth=1)
-    values = (batch_size, keys, k, layer.value_width)
-    out = (batch_size, queries, n, layer.value_width)
-    flops = 2 * math.prod(weights) * layer.value_width
+    values = (in_batch, keys, shared_heads, value_width)
+    out = (in_batch, queries, heads, value_width)
+    flops = 2 * math.prod(weights) * value_width
     mean = ShapeRow(f"{name}.values", (weights, values), (out,), flops=flops, depth=1)
     positions = total - scores.flops - mean.flops
     if positions:

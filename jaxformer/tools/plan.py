@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxformer.arrays.mesh import check_split
 from jaxformer.arrays.params import rows
 from jaxformer.files import ConfigError
@@ -65,24 +67,21 @@ class Products(NamedTuple):
 
 class Bound(NamedTuple):
     """Seconds of a step that the products, the memory traffic and the links of a device take at
-    their published rates; None where a rate is unknown."""
+    their published rates."""
 
-    products: float | None
-    memory: float | None
-    links: float | None
+    products: float
+    memory: float
+    links: float
 
     @property
-    def seconds(self) -> float | None:
+    def seconds(self) -> float:
         """The least time of a step: the largest of the three, if they overlap entirely."""
-        bounds = [seconds for seconds in self if seconds is not None]
-        if len(bounds) == len(self):
-            return max(bounds)
-        return None
+        return max(self)
 
     @property
     def binds(self) -> str:
         """The name of the largest."""
-        return max(self._fields, key=lambda name: getattr(self, name) or 0.0)
+        return self._fields[self.index(self.seconds)]
 
 
 def skipped_flops(planned: PlannedRun) -> float:
@@ -94,7 +93,9 @@ def skipped_flops(planned: PlannedRun) -> float:
     total = 0.0
     for stack in planned.stacks:
         for layer in stack.layers:
-            window = layer.window if kernel in WINDOWED_KERNELS else 0
+            window = 0
+            if kernel in WINDOWED_KERNELS:
+                window = layer.window
             masked_pairs = stack.tokens**2 - visible_pairs(stack.tokens, window, stack.causal)
             for sublayer in stack.sublayers(layer).values():
                 if not sublayer.reads_source:
@@ -108,7 +109,6 @@ def repeated_flops(planned: PlannedRun) -> float:
     reads and that are not stored."""
     model = planned.model
     recomputed = recomputed_names(planned)
-    share = planned.source_length / planned.length
     total = 0.0
     if planned.of_pairs and tile_length(planned) < planned.length:
         total += 2 * model.vocab_size * model.embedded_width
@@ -117,7 +117,9 @@ def repeated_flops(planned: PlannedRun) -> float:
         if spec.is_matrix and spec.is_stacked and name in recomputed:
             # 2 for each multiplication, of the share of experts that a token has.
             flops = 2 * spec.active * math.prod(spec.shape)
-            total += flops * (share if spec.reads == "source" else 1)
+            if spec.reads == "source":
+                flops *= planned.source_length / planned.length
+            total += flops
     if "weights" in recomputed:
         total += score_flops(model, planned.length, planned.source_length) / 3
     return total
@@ -130,8 +132,10 @@ def traffic(planned: PlannedRun, memory: MemoryPlan) -> float:
     microbatch the matrices are read in the forward and in the backward pass, and what is stored is
     written and read.
     """
-    state = sum(line.bytes for line in memory.held if line.name not in ("batch", REFERENCE))
-    reference = sum(line.bytes for line in memory.held if line.name == REFERENCE)
+    held = {line.name: line.bytes for line in memory.held}
+    del held["batch"]
+    reference = held.pop(REFERENCE, 0)
+    state = sum(held.values())
     # Gathered, since a product reads its whole matrix.
     matrices = matrix_elements(planned, gathered=True) * planned.dtype_bytes
     stored = sum(stack.stored for stack in activations(planned))
@@ -159,7 +163,8 @@ def link_bytes(planned: PlannedRun) -> float:
     sublayers = 0
     for stack in planned.stacks:
         tokens = planned.rows * planned.positions(stack.tokens)
-        sublayers += sum(tokens * len(stack.sublayers(layer)) for layer in stack.layers)
+        for layer in stack.layers:
+            sublayers += tokens * len(stack.sublayers(layer))
     streams = 2 * microbatches * sublayers * planned.model.d_model * planned.dtype_bytes
     return sent + summed * streams * (1 - 1 / planned.size("tensor"))
 
@@ -175,8 +180,9 @@ class Change(NamedTuple):
 class Plan:
     """The figures of a run before it starts.
 
-    mfu: the model FLOPs utilization of steps that take no longer than the bound, None where a rate
-        of the device is unknown. Masked scores count, so where a kernel skips them it can exceed 1.
+    bound: None where a rate of the device is unknown.
+    mfu: the model FLOPs utilization of steps that take no longer than the bound; 0 without one.
+        Masked scores count, so where a kernel skips them it can exceed 1.
     changes: the smallest changes of settings with which it fits; None where it fits as it is, or
         the device's memory is unknown.
     """
@@ -184,8 +190,8 @@ class Plan:
     planned: PlannedRun
     memory: MemoryPlan
     products: Products
-    bound: Bound
-    mfu: float | None
+    bound: Bound | None
+    mfu: float
     changes: list[Change] | None
 
 
@@ -205,21 +211,19 @@ def make_plan(planned: PlannedRun) -> Plan:
     devices = planned.mesh.size
     peak = device.peak(planned.model.dtype)
 
-    def seconds(amount: float, rate: float | None) -> float | None:
-        if rate is None:
-            return None
-        return amount / rate
-
-    least = Bound(
-        seconds(flops.done / devices, peak),
-        seconds(traffic(planned, memory), device.bandwidth),
-        seconds(link_bytes(planned), device.link) if devices > 1 else 0.0,
-    )
-    mfu = None
-    if least.seconds and peak:
+    least = None
+    mfu = 0.0
+    if peak and device.bandwidth and device.link:
+        links = 0.0
+        if devices > 1:
+            links = link_bytes(planned) / device.link
+        moved = traffic(planned, memory)
+        least = Bound(flops.done / devices / peak, moved / device.bandwidth, links)
         # By the model's products, as MFU is defined: recomputed ones are no use to the model.
         mfu = flops.model / least.seconds / (peak * devices)
-    changes = smallest_changes(planned) if memory.fits is False else None
+    changes = None
+    if memory.fits is False:
+        changes = smallest_changes(planned)
     return Plan(planned, memory, flops, least, mfu, changes)
 
 
@@ -250,8 +254,13 @@ def smallest_changes(planned: PlannedRun) -> list[Change]:
                 if "mesh.context" in settings:
                     # All devices divide the parameters, and may have more rows each.
                     settings = {"mesh.fsdp": devices // settings["mesh.context"]} | settings
-                others = dict(settings)
-                axes = {name: others.pop(name) for name in settings if name.startswith("mesh.")}
+                axes = {}
+                others = {}
+                for name, value in settings.items():
+                    if name.startswith("mesh."):
+                        axes[name] = value
+                    else:
+                        others[name] = value
                 try:
                     if (key := tuple(axes.items())) not in placed:
                         placed[key] = replanned(planned, axes)
@@ -269,7 +278,8 @@ def smallest_changes(planned: PlannedRun) -> list[Change]:
 
 def _more(number: int, whole: int) -> list[int]:
     """Return the divisors of `whole` that are larger than a number."""
-    return [n for n in range(number + 1, whole + 1) if whole % n == 0]
+    sizes = np.arange(number + 1, whole + 1)
+    return sizes[whole % sizes == 0].tolist()  # type: ignore[no-any-return]
 
 
 def plan_text(plan: Plan, title: str) -> str:
@@ -313,16 +323,18 @@ def plan_text(plan: Plan, title: str) -> str:
     sections.append(_titled("Products, over all devices", counted))
     title = "Least time (bound)"
     least = plan.bound
-    if least.seconds is not None:
-        counts_masked = ", which counts masked scores too," if flops.skipped else ""
+    if least is not None:
+        counts_masked = ""
+        if flops.skipped:
+            counts_masked = ", which counts masked scores too,"
         binding = {"memory": "memory traffic"}.get(least.binds, least.binds)
         steps = plan.planned.run.train.steps
         entries: dict[str, str | list[str]] = {
             "a step": [
                 f"not faster than {human_time(least.seconds)}, which the {binding} take;"
-                f" MFU{counts_masked} at most {plan.mfu or 0:.1%}",
-                f"products {human_time(least.products or 0)}, memory traffic"
-                f" {human_time(least.memory or 0)}, links {human_time(least.links or 0)}",
+                f" MFU{counts_masked} at most {plan.mfu:.1%}",
+                f"products {human_time(least.products)}, memory traffic"
+                f" {human_time(least.memory)}, links {human_time(least.links)}",
             ],
             f"{steps:,} steps": f"not faster than {human_time(steps * least.seconds)}",
         }
@@ -340,11 +352,20 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     model = planned.model
     device = planned.device
     mesh = ", ".join(f"{name} {size}" for name, size in planned.mesh.shape.items())
-    source = f" and sources of {planned.source_length:,}" if planned.source_length else ""
-    pairs = f", both of {run.train.batch_size:,} pairs" if planned.of_pairs else ""
-    exchange = [EXCHANGE_TEXTS[planned.exchange]] if planned.context > 1 else []
-    tokens = f", {planned.positions(planned.length):,} tokens of each" if exchange else ""
-    microbatches = "microbatch" if run.train.n_microbatches == 1 else "microbatches"
+    rows_of_step = f"{planned.sequences:,} rows of {planned.length:,} tokens"
+    if planned.source_length:
+        rows_of_step += f" and sources of {planned.source_length:,}"
+    if planned.of_pairs:
+        rows_of_step += f", both of {run.train.batch_size:,} pairs"
+    rows_of_step += ", with segment ids" if planned.packed else ", without segment ids"
+    microbatches = "microbatches"
+    if run.train.n_microbatches == 1:
+        microbatches = "microbatch"
+    of_device = f"{planned.rows:,} rows of a device at a time"
+    attention = [planned.kernel]
+    if planned.context > 1:
+        attention.append(EXCHANGE_TEXTS[planned.exchange])
+        of_device += f", {planned.positions(planned.length):,} tokens of each"
     figures = ""
     if device.bfloat16 and device.memory and device.bandwidth and device.link:
         figures = (
@@ -355,13 +376,8 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         "devices": f"{planned.mesh.size} x {planned.device_name}{figures}",
         "mesh": [mesh, *check_split(planned.specs, planned.mesh)],
         "model": model_text(model, count_text(planned.specs)),
-        "attention": [planned.kernel, *exchange],
-        "a step": (
-            f"{planned.sequences:,} rows of {planned.length:,} tokens{source}{pairs},"
-            f" {'with' if planned.packed else 'without'} segment ids, in"
-            f" {run.train.n_microbatches} {microbatches}: {planned.rows:,} rows of a device at a"
-            f" time{tokens}"
-        ),
+        "attention": attention,
+        "a step": f"{rows_of_step}, in {run.train.n_microbatches} {microbatches}: {of_device}",
     }
     if options := compiler_options(planned.mesh):
         head["compiler"] = [f"{name}={value}" for name, value in options.items()]
@@ -375,15 +391,17 @@ def parameters_by_part(planned: PlannedRun) -> dict[str, int]:
     norms, head and so on; an encoder-decoder's encoder apart."""
     parts: dict[str, int] = {}
     for path, spec in rows(planned.specs).items():
-        names = path.split(".")
+        names = iter(path.split("."))
         before = ""
-        if names[0] == "encoder":
-            before = f"{names.pop(0)} "
-        if names[0] == "blocks":
-            names = [name for name in names[1:] if not name.isdigit()]
-        # Norms of one layer are small and many: one line for all.
-        part = before + ("norms" if names[0].endswith("norm") else names[0])
-        parts[part] = parts.get(part, 0) + math.prod(spec.shape)
+        part = next(names)
+        if part == "encoder":
+            before = "encoder "
+            part = next(names)
+        while part == "blocks" or part.isdigit():
+            part = next(names)
+        if part.endswith("norm"):
+            part = "norms"  # small and many: one line for all
+        parts[before + part] = parts.get(before + part, 0) + math.prod(spec.shape)
     return parts
 
 
@@ -393,14 +411,14 @@ def memory_text(plan: Plan) -> str:
     lines = [*memory.held, *memory.stages[memory.largest]]
     table = [(line.name, human_bytes(line.bytes), str(line.certainty)) for line in lines]
     table.append(("peak", human_bytes(memory.peak), "estimate"))
+    device_bytes = plan.planned.device.memory
     if memory.capacity is not None:
         verdict = "does NOT fit"
         if memory.fits:
             verdict = "fits"
         table.append(("capacity", human_bytes(memory.capacity), verdict))
     blocks = [_titled(f"Memory of a device, at its largest: {memory.largest}", table)]
-    device_bytes = plan.planned.device.memory
-    if device_bytes is not None and memory.capacity is not None and memory.capacity < device_bytes:
+    if memory.capacity and device_bytes and memory.capacity < device_bytes:
         share = f"{memory.capacity / device_bytes:.0%} of the {human_bytes(device_bytes)}"
         blocks.append(f"{INDENT}JAX takes {share} of a GPU; XLA_CLIENT_MEM_FRACTION changes that.")
     return "\n".join(blocks)
@@ -415,7 +433,13 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
     """Return the plan as a dict for JSON: bytes, FLOPs and seconds, None where unknown."""
     planned = plan.planned
     memory = plan.memory
-    changes = None if plan.changes is None else [change._asdict() for change in plan.changes]
+    bound = None
+    if plan.bound is not None:
+        seconds = {"seconds": plan.bound.seconds, "binds": plan.bound.binds, "mfu": plan.mfu}
+        bound = plan.bound._asdict() | seconds
+    changes = None
+    if plan.changes is not None:
+        changes = [change._asdict() for change in plan.changes]
     return {
         "device": planned.device_name,
         "devices": planned.mesh.size,
@@ -440,10 +464,5 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
         },
         "changes": changes,
         "flops": plan.products._asdict(),
-        "bound": {
-            **plan.bound._asdict(),
-            "seconds": plan.bound.seconds,
-            "binds": plan.bound.binds if plan.bound.seconds is not None else None,
-            "mfu": plan.mfu,
-        },
+        "bound": bound,
     }

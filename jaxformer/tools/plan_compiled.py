@@ -162,7 +162,9 @@ class Target:
     @property
     def size(self) -> int:
         """The number of devices as JAX counts them: a TPU7x chip is two."""
-        return math.prod(self.shape) * (2 if self.kind == "tpu7x" else 1)
+        if self.kind == "tpu7x":
+            return 2 * math.prod(self.shape)
+        return math.prod(self.shape)
 
     @property
     def device(self) -> Device:
@@ -185,11 +187,14 @@ class Target:
                 return list(described.devices)
             for name, value in TPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
-            # libtpu has no topology of one chip: it is the first of the smallest.
-            smallest = f"{self.kind}:{'x'.join('221'[: len(self.shape)])}"
-            name = smallest if set(self.shape) == {1} else str(self)
-            # Both cores of a v4 chip are one device, as they are when JAX runs on it.
-            options = {"chip_config_name": "megacore"} if self.kind == "v4" else {}
+            name = str(self)
+            if {*self.shape} == {1}:
+                # libtpu has no topology of one chip: it is the first of the smallest.
+                name = f"{self.kind}:{'x'.join('221'[: len(self.shape)])}"
+            options = {}
+            if self.kind == "v4":
+                # Both cores of a chip are one device, as they are when JAX runs on it.
+                options["chip_config_name"] = "megacore"
             described = topologies.get_topology_desc(name, "tpu", **options)
             return list(described.devices)[: self.size]
         except (RuntimeError, ValueError) as error:
@@ -199,15 +204,14 @@ class Target:
 def parse_target(text: str) -> Target:
     """Return the target that "v5e:4x4" or "h100:1x8" names."""
     kind, _, shape = text.partition(":")
-    axes = 2 if kind in GPU_MODELS else TPU_AXES.get(kind, 0)
-    sizes = shape.split("x")
-    if not axes or len(sizes) != axes or not all(re.fullmatch("[1-9][0-9]*", s) for s in sizes):
+    axes = (TPU_AXES | dict.fromkeys(GPU_MODELS, 2)).get(kind, 0)
+    if not re.fullmatch(r"[1-9]\d*" + r"x[1-9]\d*" * (axes - 1), shape, re.ASCII) or not axes:
         raise ConfigError(
             f"there is no target {text!r} to compile for: name one of"
             f" {', '.join([*GPU_MODELS, *TPU_AXES])} with its sizes, as in h100:1x8 (one host with"
             " eight GPUs), v5e:4x4 or v5p:2x2x4."
         )
-    return Target(kind, tuple(map(int, sizes)))
+    return Target(kind, tuple(map(int, shape.split("x"))))
 
 
 def require_compiler(platform: str) -> None:
@@ -240,7 +244,7 @@ def cudnn_of(target: Target) -> Iterator[None]:
     from unittest import mock
 
     def numbers(capability: str) -> tuple[int, ...]:
-        return tuple(int(digits) for digits in capability.split("."))
+        return tuple(map(int, capability.split(".")))
 
     capability = target.device.capability
     answers: dict[str, Any] = {

@@ -47,7 +47,7 @@ from jaxformer.losses import cross_entropy
 from jaxformer.models.cost import Stack, block_arrays, stacks
 from jaxformer.models.remat import kept_points
 from jaxformer.runs.resolve import AbstractBatch, Resolved, resolve, resolve_without_data
-from jaxformer.training.state import TrainState, learning
+from jaxformer.training.state import learning
 
 REFERENCE = "parameters of the reference"
 
@@ -71,21 +71,18 @@ PRODUCT_RULES = {name: axes for name, axes in PARAMETERS.items() if name != "emb
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun(Resolved):
-    """A run on devices of a kind, of which no array is made. `state` and `batch` are shapes with
-    their shardings on `mesh`."""
+    """A run on devices of a kind, of which no array is made. `target`, its state, and `batch` are
+    shapes with their shardings on `mesh`."""
 
     mesh: AbstractMesh
     device_name: str
     device: Device
-    state: TrainState
     batch: AbstractBatch
 
     @property
     def dtype_bytes(self) -> int:
         """Bytes of a number in the compute dtype."""
-        if self.model.dtype == "float32":
-            return 4
-        return 2
+        return int(jnp.dtype(self.model.dtype).itemsize)
 
     @property
     def packed(self) -> bool:
@@ -155,13 +152,16 @@ class PlannedRun(Resolved):
     def sizes(self, length: int) -> Sizes:
         """Return a microbatch on one device: its tokens of rows of `length`, which read each
         other."""
+        lanes = 1
+        if self.device.platform == "tpu":
+            lanes = LANES_OF_TPU
         return Sizes(
             self.rows,
             self.positions(length),
             length,
             self.dtype_bytes,
             tensor=self.size("tensor"),
-            lanes=LANES_OF_TPU if self.device.platform == "tpu" else 1,
+            lanes=lanes,
             context=self.context,
             exchange=self.exchange,
             expert=self.size("expert"),
@@ -204,21 +204,20 @@ def planned_run(
     if resolved.has_reference:
         note = "what the forward pass of the reference exchanges and stores is not counted"
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
-    return PlannedRun(
-        **resolved.fields(),
-        device_name=device_name,
-        device=device,
-        state=resolved.target,
-        batch=batch,
-    )
+    return PlannedRun(**resolved.fields(), device_name=device_name, device=device, batch=batch)
 
 
 def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
     """Return the same devices with other values of some settings, by their dotted names: of the
     mesh, microbatches, remat or the loop of layers. Other axes of the mesh take their devices from
     mesh.data."""
-    axes = {name: value for name, value in settings.items() if name.startswith("mesh.")}
-    others = {name: value for name, value in settings.items() if name not in axes}
+    axes = {}
+    others = {}
+    for name, value in settings.items():
+        if name.startswith("mesh."):
+            axes[name] = value
+        else:
+            others[name] = value
     if axes:
         sizes = with_settings(planned.run, {"mesh.data": 0, **axes}).mesh
         mesh = abstract_mesh(planned.mesh.size, sizes.sizes, planned.device_name)
@@ -231,9 +230,7 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
             for name, array in planned.batch.items()
         }
-        planned = dataclasses.replace(
-            planned, **resolved.fields(), state=resolved.target, batch=batch
-        )
+        planned = dataclasses.replace(planned, **resolved.fields(), batch=batch)
     run = with_settings(planned.run, others)
     check_batch_size(planned.mesh, run.train.batch_size, run.train.n_microbatches)
     return dataclasses.replace(planned, run=run)
@@ -286,7 +283,7 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
     The stages are the largest moments of a step: the loss, after the forward pass; the backward
     pass of each stack, after which its activations are freed; and the update.
     """
-    state = planned.state
+    state = planned.target
     numbers = planned.dtype_bytes
     held = [
         MemoryLine("parameters", bytes_of_device(state.params), "exact"),
@@ -350,10 +347,11 @@ def is_stored(planned: PlannedRun, layer: ModelConfig, name: str) -> bool:
     there."""
     if layer.remat == "none" and planned.device.platform == "cpu":
         return True
-    products = PRODUCTS if layer.remat == "dots" else ()
     if name == "input":
         return name not in names_of(layer.offload)
-    return name in (*kept_points(layer), *products)
+    if layer.remat == "dots" and name in PRODUCTS:
+        return True
+    return name in kept_points(layer)
 
 
 def recomputed_names(planned: PlannedRun) -> set[str]:
@@ -382,10 +380,14 @@ def activations(planned: PlannedRun) -> list[StackActivations]:
         # Equal layers store the same.
         for layer, count in Counter(stack.layers).items():
             arrays = planned.arrays(layer, stack)
-            kept = sum(array.bytes for array in arrays if is_stored(planned, layer, array.name))
-            stored += count * kept
+            again = 0.0
+            for array in arrays:
+                if is_stored(planned, layer, array.name):
+                    stored += count * array.bytes
+                else:
+                    again += array.bytes
             # One layer at a time is computed again: the largest counts.
-            recomputed = max(recomputed, sum(array.bytes for array in arrays) - kept)
+            recomputed = max(recomputed, again)
             working = max(working, backward_bytes(planned, layer, arrays, stack))
         bias, slope = bias_bytes(planned, stack)
         by_stack.append(StackActivations(stack.name, stored + bias, recomputed, working + slope))
@@ -435,9 +437,13 @@ def bias_bytes(planned: PlannedRun, stack: Stack) -> tuple[float, float]:
     heads = planned.sizes(stack.tokens).share(model.n_heads) / planned.context
     # float32 [N, T, T]
     biases = 4 * heads * stack.tokens**2
-    biases *= len(stack.layers) if has_layer_bias(model) else 1
-    biases *= planned.rows if is_disentangled(model) else 1
-    return biases, 0.0 if model.positions == "alibi" else biases
+    if has_layer_bias(model):
+        biases *= len(stack.layers)
+    if is_disentangled(model):
+        biases *= planned.rows
+    if model.positions == "alibi":
+        return biases, 0.0
+    return biases, biases
 
 
 def edge_bytes(planned: PlannedRun) -> float:
@@ -474,8 +480,9 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
         return 0.0, 0.0
     share = planned.sizes(planned.length).share(planned.outputs)
     length = planned.positions(planned.length)
-    # A class is one of a row.
-    positions = 1 if model.output == "classes" else min(tile, length)
+    positions = min(tile, length)
+    if model.output == "classes":
+        positions = 1  # a class is one of a row
     copies = LOGIT_COPIES.get(planned.device.platform, 1)
     stored = jnp.dtype(planned.run.train.logits_dtype).itemsize
     logits = planned.rows * positions * share * (stored * copies + numbers)
@@ -490,20 +497,23 @@ def logits_bytes(planned: PlannedRun, tile: int) -> tuple[float, float]:
 
 def gradient_bytes(planned: PlannedRun) -> float:
     """Return bytes of the gradients: float32, of the leaves that learn, placed as these."""
-    learned = learning(planned.state.params, planned.state.frozen)
+    learned = learning(planned.target.params, planned.target.frozen)
     return float(bytes_of_device(learned))
 
 
 def matrix_elements(planned: PlannedRun, gathered: bool = False) -> float:
     """Return elements on a device of the matrices that products read: as it holds them, or gathered
     over fsdp and context."""
-    # Lookups are not multiplied, and so not cast or gathered.
-    elements = planned.gathered_elements if gathered else planned.held_elements
-    return sum(
-        elements(spec)
-        for spec in rows(planned.specs).values()
-        if spec.is_matrix and not spec.lookup
-    )
+    total = 0.0
+    for spec in rows(planned.specs).values():
+        # Lookups are not multiplied, and so not cast or gathered.
+        if not spec.is_matrix or spec.lookup:
+            continue
+        if gathered:
+            total += planned.gathered_elements(spec)
+        else:
+            total += planned.held_elements(spec)
+    return total
 
 
 def layer_elements(planned: PlannedRun, of_experts: bool = False) -> float:
@@ -533,5 +543,5 @@ def capacity_of(device: Device) -> float | None:
         return None
     if device.platform != "gpu":
         return device.memory
-    fractions = (os.environ.get(name) for name in FRACTION_VARIABLES)
+    fractions = map(os.environ.get, FRACTION_VARIABLES)
     return device.memory * float(next(filter(None, fractions), GPU_FRACTION))

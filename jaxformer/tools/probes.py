@@ -7,7 +7,6 @@ width of the model.
 
 import dataclasses
 import functools
-import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -103,22 +102,26 @@ def _texts_apart(evidence: Evidence) -> Found:
     rows = _sequences(evidence)
     count = sum(len(np.unique(row[row != 0])) for row in rows.segments)
     padding = int((rows.segments == 0).sum())
-    numbers = np.arange(len(rows.segments))[:, None]
+    # Each text and the padding of each row has a number of its own. For each bit of the numbers:
+    # the outputs of the texts that have it and the inputs of all that have it not, and the other
+    # way round. So every pair is separated.
+    most = int(rows.segments.max())
+    if rows.source is not None:
+        most = max(most, int(rows.source.max()))
+        padding += int((rows.source == 0).sum())
+
+    def numbered(segments: np.ndarray) -> np.ndarray:
+        return segments + (most + 1) * np.arange(len(segments))[:, None]
+
+    texts = numbered(rows.segments)
     masks: list[ProbeMask] = []
-    # For each bit of the numbers of segments and of rows: the outputs of the texts that have it and
-    # the inputs of those that have it not, and the other way round. So every pair is separated.
-    # Segment 0, which is padding, has no bit.
-    for by_row in (False, True):
-        of_tokens = numbers + 0 * rows.segments if by_row else rows.segments
-        for bit, value in itertools.product(range(int(of_tokens.max()).bit_length()), (0, 1)):
-            chosen = (of_tokens >> bit & 1) == value
+    for bit in range(int(texts.max()).bit_length()):
+        for value in (0, 1):
+            chosen = (texts >> bit & 1) == value
             mask = {"outputs": chosen & (rows.segments != 0), "inputs": ~chosen}
             if rows.source is not None:
-                of_source = numbers + 0 * rows.source if by_row else rows.source
-                mask["source"] = (of_source >> bit & 1) != value
+                mask["source"] = (numbered(rows.source) >> bit & 1) != value
             masks.append(mask)
-    if rows.source is not None:
-        padding += int((rows.source == 0).sum())
     return _leaks(evidence, rows, masks, f"{count} texts, {padding} tokens of padding")
 
 
@@ -145,11 +148,10 @@ def _future_apart(evidence: Evidence) -> Found:
 
 
 def _sequences(evidence: Evidence) -> Sequences:
-    batch = {
-        name: array.reshape(-1, array.shape[-1])
-        for name, array in evidence.rows(ROWS).items()
-        if name in (*INPUT_NAMES, "segment_ids")
-    }
+    batch = {}
+    for name, array in evidence.rows(ROWS).items():
+        if name in (*INPUT_NAMES, "segment_ids"):
+            batch[name] = array.reshape(-1, array.shape[-1])
     segments = batch.get("segment_ids", np.ones_like(batch["tokens"]))
     source = None
     if "source" in batch:
@@ -175,11 +177,11 @@ def _leaks(evidence: Evidence, rows: Sequences, masks: list[ProbeMask], what: st
     gradient = "is exactly 0"
     if leaked:
         gradient = f"reaches {leaked:.1e}"
-    return (
-        "NO" if leaked or not read else "equal",
-        f"the gradient {gradient} ({what}, {count} rows of {length} tokens; by what may be read it"
-        f" reaches {read:.1e}).",
-    )
+    text = f"the gradient {gradient} ({what}, {count} rows of {length} tokens; by what may be read"
+    text += f" it reaches {read:.1e})."
+    if leaked or not read:
+        return "NO", text
+    return "equal", text
 
 
 def _gradients_by_inputs(
@@ -331,10 +333,12 @@ def _equal_to_rounding(evidence: Evidence, a: Any, b: Any, what: str) -> Found:
         bound = TOLERANCE[str(compute_dtype(setup.model))]
     text = f"{what}: the gradients of leaves differ by {figure:.1e} of their norm, at most"
     text += f" {bound:g} is rounding."
-    if not figure and differences.any():
-        return "equal", text
     # A gradient of 0 shows nothing.
-    return "equal to rounding" if differences.any() and figure <= bound else "NO", text
+    if not figure <= bound or not differences.any():  # nan too
+        return "NO", text
+    if figure:
+        return "equal to rounding", text
+    return "equal", text
 
 
 def _resumed_step(evidence: Evidence) -> Found:
@@ -353,11 +357,10 @@ def _resumed_step(evidence: Evidence) -> Found:
         restored = checkpoints.restore(setup.target_over_base, quiet)
         assert restored is not None  # it was saved
         found = repeated.figures_of(*repeated.advance(restored))
-    differing = [
-        f"{name} {found[name]!r}, not {expected[name]!r}"
-        for name in expected
-        if repr(found[name]) != repr(expected[name])
-    ]
+    differing = []
+    for name, value in expected.items():
+        if repr(found[name]) != repr(value):  # nan too
+            differing.append(f"{name} {found[name]!r}, not {value!r}")
     if differing:
         return "NO", f"step {number + 1} from the state read back: {', '.join(differing)}."
     text = f"step {number + 1} from the state after step {number} and from that state read back:"

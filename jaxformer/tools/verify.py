@@ -96,8 +96,11 @@ class RunFiles:
     @property
     def states(self) -> dict[int, str]:
         """The fingerprint of the state after a step, by step, of the lines that have one."""
-        entries = [line.entry for line in self.lines]
-        return {entry["step"]: entry[STATE] for entry in entries if STATE in entry}
+        states = {}
+        for line in self.lines:
+            if STATE in line.entry:
+                states[line.entry["step"]] = line.entry[STATE]
+        return states
 
 
 def read_run(path: Path) -> RunFiles:
@@ -148,7 +151,9 @@ def compared_files(files: RunFiles) -> Iterator[Statement]:
         before = line_digest(line.raw)
     if broken:
         numbers = first_of([str(number) for number in broken], SHOWN_PROBLEMS, ", ")
-        what = "what data.json and the seed say" if broken == [1] else "the line before"
+        what = "the line before"
+        if broken == [1]:
+            what = "what data.json and the seed say"
         text = f"lines that do not follow from {what}: {numbers} (counted from 1)."
         yield Statement(FILE, "NO", text)
     elif files.is_cut:
@@ -163,8 +168,11 @@ def compared_files(files: RunFiles) -> Iterator[Statement]:
     except ConfigError as error:
         yield Statement(path.name, "NO", str(error))
     else:
+        verdict: Verdict = "NO"
+        if actual == recorded:
+            verdict = "equal"
         text = f"its fingerprint is {actual}, and that in data.json {recorded}."
-        yield Statement(path.name, "equal" if actual == recorded else "NO", text)
+        yield Statement(path.name, verdict, text)
     unknown = [name for name in UNRECORDED_FILES if (files.directory.path / name).exists()]
     if unknown:
         text = "they decide what the model writes, and the run has no digest of them."
@@ -244,13 +252,14 @@ class RepeatedSteps:
     def is_of_this_machine(self, step: int) -> bool:
         """Tell whether the process that logged a step ran on the devices, mesh and versions of this
         one, by the next checkpoint, which it saved."""
-        # A line has no versions: the process that logged it saved the next checkpoint.
-        after = [saved for saved in self.starts if saved >= step]
-        is_same_mesh = self.mesh_of_run == self.setup.run.mesh
-        if not after or not is_same_mesh or platform(self.setup.mesh) == "gpu":
+        if self.mesh_of_run != self.setup.run.mesh or platform(self.setup.mesh) == "gpu":
             return False
-        manifest = read_manifest(self.directory.checkpoints / str(after[0]))
-        return manifest["versions"] == versions()
+        for saved in self.starts:
+            # A line has no versions: the process that logged it saved the next checkpoint.
+            if saved >= step:
+                manifest = read_manifest(self.directory.checkpoints / str(saved))
+                return manifest["versions"] == versions()
+        return False
 
     def start_of(self, step: int) -> int:
         """Return the newest saved step before a step; 0 is the beginning of the run."""
@@ -313,7 +322,9 @@ class RepeatedSteps:
                 try:
                     state = self.newest(step)
                 except ConfigError as error:
-                    verdict: Verdict = "NO" if start else "unknown"
+                    verdict: Verdict = "unknown"
+                    if start:
+                        verdict = "NO"
                     yield Statement(f"step {step}", verdict, f"not done again: {error}")
                     continue
                 begun = int(state.step)
@@ -346,7 +357,10 @@ def compared(
             names["equal"].append(name)
             continue
         if name == STATE:
-            names["NO" if exact else "equal to rounding"].append("state, another one")
+            verdict: Verdict = "equal to rounding"
+            if exact:
+                verdict = "NO"
+            names[verdict].append("state, another one")
             continue
         # Relative, since a loss and a number of tokens have other sizes.
         difference = abs(now[name] - logged[name]) / max(abs(logged[name]), 1e-12)
@@ -359,6 +373,9 @@ def compared(
         "equal to rounding": f"equal to rounding (at most {bound:g} of the figure)",
         "NO": "not equal",
     }
-    verdicts = [verdict for verdict, named in names.items() if named]
-    text = "; ".join(f"{phrases[verdict]}: {', '.join(names[verdict])}" for verdict in verdicts)
-    return verdicts[-1], text
+    texts = []
+    for each, named in names.items():
+        if named:
+            verdict = each
+            texts.append(f"{phrases[each]}: {', '.join(named)}")
+    return verdict, "; ".join(texts)

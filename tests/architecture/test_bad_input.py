@@ -404,5 +404,5 @@ def test_devices_and_pipes_are_no_text(
         refused(capsys, encode, [f"{device} is a device, which may never end"])
     train = ["tokenizer", "train", device, "--vocab_size", "300", "--output", str(tmp_path / "t")]
     refused(capsys, train, [device, "neither a file nor a directory"])
-    inspect = ["tokenizer", "inspect", device]
-    refused(capsys, inspect, [device, "a device, a pipe or a socket"])
+    encode = ["tokenizer", "encode", device, str(trained[1])]
+    refused(capsys, encode, [device, "a device, a pipe or a socket"])

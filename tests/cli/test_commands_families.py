@@ -14,8 +14,8 @@ from shapes import forward
 
 import jaxformer as jf
 from jaxformer.cli import main
-from jaxformer.cli.prompting import text_of, tokens_of
 from jaxformer.generation.beam import beam_search
+from jaxformer.runs.prompting import text_of, tokens_of
 from jaxformer.runs.run_evaluation import translate
 from jaxformer.tokenizer import Tokenizer
 

@@ -30,13 +30,11 @@ LINES = {
     "evaluate": "below/run --data.validation below/text.txt",
     "verify": "below/run --steps 1",
     "attention": "below/run --prompt ab --output below/page.html",
-    "runs": "below",
     "compare": "below/run --output below/compare.png",
     "convert": "below/run below/hugging_face",
     "predict": "below/classes --prompt ab",
     "tokenizer train": "below/text.txt --vocab_size 300 --output below/tokenizer.json",
     "tokenizer encode": "below/tokenizer.json below/text.txt --output below/ids.npy",
-    "tokenizer inspect": "below/tokenizer.json",
 }
 
 

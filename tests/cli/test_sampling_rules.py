@@ -4,6 +4,7 @@ generation_config.json, before the defaults; and that one line says whose they a
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tiny_run import copy, reference
 
 import jaxformer as jf
 from jaxformer.cli import main, sample
+from jaxformer.runs import closing
 from jaxformer.tokenizer.metadata import DRAWING
 
 Capture = pytest.CaptureFixture[str]
@@ -139,6 +141,36 @@ def test_prompts_of_a_file_have_the_same_rules(
     command = f"--prompts {tmp_path / 'prompts.txt'}"
     assert rules_of(run_dir, DRAWN, command, monkeypatch) == DRAWN
     assert f"temperature 0.6, top_p 0.9: {FILE}\n" in capsys.readouterr().err
+
+
+def test_the_sample_at_the_end_of_a_run_has_the_same_rules(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def writes(params: Any, config: Any, prompt: Any, count: int, **rules: Any) -> np.ndarray:
+        given.update(rules, prompt=prompt)
+        return np.array([[5]])
+
+    monkeypatch.setattr(closing, "generate", writes)
+    for stated, field in ((DRAWN, ""), ({}, "messages")):
+        (run_dir / FILE).write_text(json.dumps(stated))
+        model = jf.load(run_dir)
+        changes = ["run.sample_prompt=the", f"data.messages_field={field}"]
+        setup: Any = SimpleNamespace(
+            run=jf.load_config(run_dir / "config.json", changes),
+            model=model.config,
+            corpus=SimpleNamespace(tokenizer=model.tokenizer),
+        )
+        written = closing._sample(setup, model.params)
+        assert model.tokenizer is not None
+        if field:
+            assert given["prompt"] == [model.tokenizer.encode("the<|endoftext|>", True)]
+            assert given["temperature"] == 0 and written.startswith("the => ")
+        else:
+            assert given["prompt"] == [model.tokenizer.as_prompt(model.tokenizer.encode("the"))]
+            assert {name: given[name] for name in DRAWN} == DRAWN and "min_p" not in given
+            assert written.startswith("the") and "=>" not in written
 
 
 # What the file states or the command says, and words of the message.

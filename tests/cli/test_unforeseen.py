@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxformer.cli import main, runs
+from jaxformer.cli import compare, main
 from jaxformer.config.format import escaped
 from jaxformer.files import ConfigError
 from jaxformer.report import ProgressBar
@@ -28,8 +28,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
     def run(arguments: object) -> int:
         raise error
 
-    monkeypatch.setattr(runs, "run", run)
-    return main(["runs", "folder"])
+    monkeypatch.setattr(compare, "run", run)
+    return main(["compare", "folder"])
 
 
 @pytest.mark.parametrize("error", [KeyError("q"), PanicException("called `unwrap`\non a None")])

@@ -2,6 +2,7 @@
 stream."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from shapes import weights_and_tokens
 
 import jaxformer as jf
+from jaxformer.cli import sample
 from jaxformer.generation.decode import stream_tokens
-from jaxformer.generation.stop_strings import StopStrings, before_stop, stream_before_stop
+from jaxformer.generation.stop_strings import StopStrings
 
 
 class Letters:
@@ -46,13 +48,21 @@ def test_stop_strings_that_are_none_or_lack_a_tokenizer_have_one_message():
         jf.generate(params, config, prompt, 4, temperature=0, stop_strings=["aa"])
 
 
-def test_the_pieces_of_a_stream_are_cut_where_the_text_is():
-    text, stops = "one two\nthree \n\nfour", ("\n\n", "thr!", "o\n\n")
-    assert before_stop(text, stops) == "one two\nthree "
-    for size in range(1, len(text)):
-        pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        assert "".join(stream_before_stop(pieces, stops)) == "one two\nthree "
-        assert "".join(stream_before_stop(pieces, ("four!",))) == text
+def test_a_text_that_is_shown_as_it_grows_is_cut_where_the_text_is(monkeypatch, capsys):
+    ids = [*"one two\nthree \n\nfour é".encode()]
+    model = SimpleNamespace(
+        text_after=lambda start, made: bytes(made).decode(errors="replace"),
+        before_end=lambda made: made,
+        context=lambda: 99,
+    )
+    for size in range(1, len(ids) + 1):
+        pieces = [np.array([ids[first : first + size]]) for first in range(0, len(ids), size)]
+        monkeypatch.setattr(sample, "_pieces", lambda *_, pieces=pieces: pieces)
+        for stops, text in ((("\n\n", "thr!", "o\n\n"), "one two\nthree "), (("four!",), None)):
+            text = text or bytes(ids).decode()
+            args = SimpleNamespace(stop_strings=stops, max_new_tokens=9)
+            assert sample._print_growing(model, args, {}, [], []) == text
+            assert capsys.readouterr().out == text + "\n"
 
 
 class Named:

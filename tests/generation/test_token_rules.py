@@ -15,9 +15,8 @@ from shapes import weights_and_tokens
 
 import jaxformer as jf
 from jaxformer.generation.decode import start
-from jaxformer.generation.sampling import Sampling, choices, draw
+from jaxformer.generation.sampling import Sampling, choices, draw, tempered
 from jaxformer.generation.text_so_far import TextSoFar
-from jaxformer.generation.token_rules import rules_of, tempered
 
 ROOT = Path(__file__).parents[2]
 V, PROMPT, NEW, LIMIT = 40, 6, 5, 9
@@ -97,9 +96,9 @@ COUNTS = {"begin_suppress_tokens": 0, "forced_eos_token_id": LIMIT - 1}
 
 
 def test_every_rule_has_a_case_and_a_row_of_the_page():
-    assert {*rules_of(Sampling)} == {*CASES, "end_token"}
+    assert {*Sampling.values} == {*CASES, "end_token"}
     page = (ROOT / "docs/generation.md").read_text(encoding="utf-8")
-    assert all(f"\n| `{name}` |" in page for name in rules_of(Sampling))
+    assert all(f"\n| `{name}` |" in page for name in Sampling.values)
 
 
 @functools.cache

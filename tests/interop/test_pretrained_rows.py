@@ -10,12 +10,12 @@ from corpora import cut_rows, template_of
 from pretrained_tokenizers import TEXTS, saved
 from tokenizers import Tokenizer as Backend
 
-from jaxformer.cli.sample import growing_text
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.data.spans import PrefixRows, SpanRows
 from jaxformer.data.store import Shard, TokenStore
 from jaxformer.data.templates import PairTemplate, SFTTemplate
+from jaxformer.runs.prompting import Model
 from jaxformer.tokenizer import SENTINELS, Tokenizer
 
 
@@ -104,5 +104,6 @@ def test_what_is_written_after_a_prompt_keeps_its_space() -> None:
     tokenizer = Tokenizer.load(saved("llama2"))
     ids = tokenizer.encode("the cat sat")
     start, rest = tokenizer.as_prompt(ids[:2]), ids[2:]
-    written = "".join(growing_text(tokenizer, start, iter([[token] for token in rest])))
+    model = Model(params={}, config=ModelConfig(), tokenizer=tokenizer, run=RunConfig())
+    written = model.text_after(start, rest)
     assert tokenizer.decode(start) + written == "the cat sat"

@@ -38,12 +38,11 @@ def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
         ["evaluate", url],
         ["sample", url, "--prompt", "a", "--max_new_tokens", "3"],
         ["attention", url, "--prompt", "a b", "--output", str(tmp_path / "page.html")],
-        ["runs", bucket],
-        ["compare", url, "--output", f"{bucket}/compare.png"],
+        ["compare", bucket, "--output", f"{bucket}/compare.png"],
         ["convert", url, hugging_face],
     ):
         assert main(command) == 0, (command, capsys.readouterr())
-    assert "runs/mine  done" in capsys.readouterr().out
+    assert "1 runs of 1 configurations" in capsys.readouterr().out
     assert (located(hugging_face) / "model.safetensors").is_file()
     warm = settings | {"run.dir": f"{bucket}/warm", "run.init_from": url, "train.steps": 1}
     assert train_here(line(tmp_path, text, warm)) == 0

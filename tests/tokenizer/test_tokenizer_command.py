@@ -94,24 +94,6 @@ def test_text_from_a_pipe_is_encoded_as_it_comes(trained: Path, tmp_path: Path) 
     assert empty.stdout == b"\n" and empty.stderr == b"0 tokens of 0 bytes\n"
 
 
-def test_a_tokenizer_is_shown_with_its_entries_and_a_text_token_by_token(
-    trained: Path, capsys: Capture
-) -> None:
-    assert command("inspect", trained, "--text", f"the cat é{END}", "--special_tokens") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("made: 290 ids, 289 of them for text")
-    assert lines[1:4] == ["special tokens", f"       0  {END}  eos", "longest entries"]
-    sizes = Tokenizer.load(trained).token_bytes()
-    assert [sizes[int(line.split()[0])] for line in lines[4:14]] == sorted(sizes, reverse=True)[:10]
-    assert lines[14].startswith("text: 23 bytes in ")
-    ids = Tokenizer.load(trained).encode(f"the cat é{END}", special_tokens=True)
-    assert [int(line.split()[0]) for line in lines[15:]] == ids and lines[
-        -1
-    ] == f"       0  {END!r}"
-    assert command("inspect", trained / "tokenizer.json") == 0
-    assert "text:" not in capsys.readouterr().out
-
-
 def test_bad_input_is_one_message_and_status_2(
     corpus: Path, trained: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -136,7 +118,7 @@ def test_bad_input_is_one_message_and_status_2(
         "is not UTF-8 text at offset 1400001": ["encode", str(trained), str(tmp_path / "bad.txt")],
         "cannot be written": ["encode", str(trained), str(corpus), "--output", output],
         "cannot be read": ["encode", str(trained), str(tmp_path / "none.txt")],
-        "none/tokenizer.json does not exist": ["inspect", tmp_path / "none/tokenizer.json"],
+        "none/tokenizer.json does not exist": ["encode", tmp_path / "none/tokenizer.json", corpus],
     }
     for message, line in wrong.items():
         assert command(*line) == 2
@@ -149,6 +131,6 @@ def test_bad_input_is_one_message_and_status_2(
 def test_without_a_command_the_usage_is_shown(capsys: Capture) -> None:
     assert main(["tokenizer"]) == main(["tokenizer", "paint"]) == 2
     said = capsys.readouterr().err
-    assert all(said.count(name) == 2 for name in ("train", "encode", "inspect"))
+    assert all(said.count(name) == 2 for name in ("train", "encode"))
     assert main(["tokenizer", "--help"]) == main(["tokenizer", "encode", "--help"]) == 0
     assert "--special_tokens" in capsys.readouterr().out

@@ -79,7 +79,7 @@ def test_a_run_is_read_once_and_one_without_losses_is_noted(runs: Path) -> None:
     made(runs / "empty", 1, 1e-3, [])
     (runs / "b" / "config.json").write_text("{")
     found, notes = read_runs([runs / "a-1", runs / "empty", runs])
-    assert [run.listed.path.name for run in found] == ["a-1", "a-2"]
+    assert [run.path.name for run in found] == ["a-1", "a-2"]
     assert len(notes) == 2 and "no loss yet" in notes[0] and "config.json" in notes[1]
     with pytest.raises(ConfigError, match="no run with a logged loss"):
         read_runs([runs / "empty"])

@@ -76,7 +76,7 @@ def test_every_config_is_planned(name: str, device: str) -> None:
     text = plan_text(found, f"plan of {name}")
     assert name in text and max(map(len, text.splitlines())) <= 100
     assert json.loads(json.dumps(plan_numbers(found)))["memory"]["peak"] == found.memory.peak
-    known = found.bound.seconds is not None and found.mfu is not None
+    known = found.bound is not None
     assert known == (device != "cpu")
     assert ("Least time" in plan_text(found, "")) == known and "unknown" not in text
 
@@ -225,7 +225,7 @@ def test_what_windows_hide_is_no_product(
     hidden = sum(128**2 - of_layer for of_layer in pairs)
     # Six products of a number of each score: with keys and values, forward, and twice backward.
     assert found.products.skipped == rows * hidden * 12 * model.n_heads * model.head_width
-    assert found.bound.products is not None
+    assert found.bound is not None
     peak = DEVICES[device].bfloat16
     assert found.bound.products == pytest.approx(found.products.done / peak)
 
@@ -235,7 +235,7 @@ def test_the_bound_is_the_largest_of_its_parts_and_falls_with_devices() -> None:
     for found in (one, eight):
         parts = dict(found.bound._asdict())
         assert found.bound.seconds == max(parts.values()) == parts[found.bound.binds]
-        assert found.mfu is not None and 0 < found.mfu <= 1.1
+        assert 0 < found.mfu <= 1.1
     assert one.bound.links == 0 < eight.bound.links
     assert one.bound.seconds / 8 <= eight.bound.seconds < one.bound.seconds
     assert one.bound.products == pytest.approx(one.products.done / DEVICES["h100"].bfloat16)

@@ -1,24 +1,25 @@
-"""What a model reads of the prompt of a command, what it writes after it, and the text of its
-tokens."""
+"""What a model reads of a prompt, how it writes after it, and the text of its tokens."""
 
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
 
 import numpy as np
 
-from jaxformer.cli.arguments import ModelArguments
 from jaxformer.config.run import RunConfig, RunSettings
 from jaxformer.data.templates import ClassTemplate, TagTemplate, Template
 from jaxformer.files import ConfigError
+from jaxformer.generation.sampling import FILTERS, Sampling
 from jaxformer.models.transformer import context_of
-from jaxformer.runs.loading import Loaded, load
+from jaxformer.runs.loading import Loaded, Reading, load
 from jaxformer.runs.model_files import ModelFiles, writing_rules
 from jaxformer.runs.objectives import row_format
 from jaxformer.tokenizer import Tokenizer
+from jaxformer.tokenizer.chat import ChatTemplate, Message
 from jaxformer.tokenizer.metadata import ROLES, TOKENIZER_FILE, missing
 from jaxformer.training.compiler_options import keep_compiled
 
@@ -45,27 +46,79 @@ class Model(Loaded):
         """Return the rules on the texts that it writes, as keywords of `jf.generate`."""
         return writing_rules(self.tokenizer) | {"end_token": self.end_tokens}
 
+    def text_after(self, start: Sequence[int], made: Iterable[int]) -> str:
+        """Return the text that new tokens add to that of `start`, before the first end token.
+
+        They are decoded together and then cut: SentencePiece drops the space that begins a text, so
+        that the new tokens by themselves would lose the one behind the prompt."""
+        text = text_of(self.tokenizer, [*start, *self.before_end(made)])
+        return text[len(text_of(self.tokenizer, start)) :]
+
     def context(self, source: bool = False) -> int:
         """Return the largest number of tokens that it reads, or of tokens of a source."""
         return context_of(self.params, self.config, source)
 
 
-def open_model(args: ModelArguments) -> Model:
-    """Return the model that a command names, with its tokenizer."""
+def open_model(
+    path: Path, step: int | None = None, pair: str = "", **reading: Unpack[Reading]
+) -> Model:
+    """Return the model of a directory, with its tokenizer. Only an encoder reads the `pair` of a
+    prompt."""
     # The second prompt for a model starts without compiling.
     keep_compiled(RunSettings().compilation_cache)
-    files = ModelFiles(args.path)
-    loaded = load(files, args.step, quantize=args.quantize, weights=args.weights)
+    files = ModelFiles(path)
+    loaded = load(files, step, **reading)
     config = loaded.config
-    if getattr(args, "pair", "") and config.family != "encoder":
+    if pair and config.family != "encoder":
         raise ConfigError(
-            f"--pair needs an encoder, but {args.path} has model.family={config.family!r}."
+            f"--pair needs an encoder, but {path} has model.family={config.family!r}."
         )
     if loaded.tokenizer is None:
         raise missing(files.path / TOKENIZER_FILE)
     # A model without names of its classes numbers them.
     labels = loaded.labels or tuple(f"class {index}" for index in range(config.head.n_classes))
     return Model(**vars(loaded) | {"labels": labels}, run=files.run)
+
+
+def drawing_rules(
+    tokenizer: Tokenizer, commanded: Mapping[str, Any], chat: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return how a token is drawn where this is not commanded: what the generation_config.json of
+    a model states, and the defaults where it states nothing. A value that cannot be is refused by
+    name."""
+    stored = tokenizer.metadata.rules
+    file = tokenizer.metadata.rules_file
+    stated = {}
+    for name in FILTERS:
+        if name not in stored or name in commanded:
+            continue
+        values = Sampling.values[name]
+        if not values.allowed(stored[name]):
+            raise ConfigError(
+                f"{file}: {name} is {str(stored[name])[:80]}, and must be {values.words}:"
+                f" correct it, or state --{name}."
+            )
+        stated[name] = stored[name]
+    if "temperature" not in commanded:
+        draws = stored.get("do_sample")
+        if not isinstance(draws, bool | None):
+            raise ConfigError(
+                f"{file}: do_sample is {str(draws)[:80]}, and must be true or false: correct it,"
+                " or state --temperature."
+            )
+        if draws is False and not {*FILTERS} & {*commanded}:
+            stated["temperature"] = 0.0
+        elif draws or stated:
+            # As in transformers, where a file that says how to draw states no temperature.
+            stated.setdefault("temperature", 1.0)
+    # Temperature 1 without a filter writes nonsense of a small model. A model with a chat template
+    # was tuned to answer, and its likeliest answer is the safest.
+    defaults = {"temperature": 0.7}
+    if not {*FILTERS[1:]} & {*commanded, *stated}:
+        defaults["min_p"] = 0.05
+        if chat:
+            defaults["temperature"] = 0.0
+    return stated, defaults
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -110,6 +163,17 @@ def start_of(model: Model, text: str) -> tuple[list[int], list[int]]:
     if model.config.family == "encoder_decoder":
         return tokenizer.as_target([]), tokenizer.as_source(ids)
     return tokenizer.as_prompt(ids), []
+
+
+def turn_of(model: Model, messages: Sequence[Message]) -> tuple[Model, list[int]]:
+    """Return the model that ends its text where the chat template of its tokenizer ends a turn, and
+    the tokens that it continues to answer the messages."""
+    template = ChatTemplate.of(model.tokenizer, today=True)
+    start = template.encode_prompt(messages)
+    end = template.end_of_turn(messages)
+    if end is None:
+        return model, start
+    return replace(model, stops=(end,)), start
 
 
 def row_of(model: Model, text: str, pair: str = "") -> dict[str, np.ndarray]:
