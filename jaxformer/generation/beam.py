@@ -20,7 +20,7 @@ from jaxformer.generation.decode import Stream, read, repeated, start
 from jaxformer.generation.sampling import (
     COUNT,
     FILTERS,
-    PENALTIES,
+    LOGIT_PENALTIES,
     TextRules,
     Values,
     number_from,
@@ -272,7 +272,7 @@ def _extend(
     # A rule takes tokens away and leaves the probabilities of the others, as in transformers, whose
     # penalties change log-probabilities.
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # [B b, 1]
-    if any(getattr(rules, name) != getattr(Search, name) for name in (*PENALTIES, "rule")):
+    if any(getattr(rules, name) != getattr(Search, name) for name in (*LOGIT_PENALTIES, "rule")):
         logits = logits - total
         total = jnp.zeros_like(total)
     logits = permitted(logits, rules, written, certain=total).reshape(batch, beams, -1)

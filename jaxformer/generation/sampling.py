@@ -63,11 +63,11 @@ def _is_function(value: Any) -> bool:
 
 
 # The rules that change the logits of tokens which they permit, but for the caller's own.
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+LOGIT_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # What a draw has beside the rules on its text.
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
-IDS = Values(_are_ids, "a tuple of token ids")
-ENDS = Values(_is_end, "a token id, a tuple of them or None")
+TOKEN_IDS = Values(_are_ids, "a tuple of token ids")
+END_TOKENS = Values(_is_end, "a token id, a tuple of them or None")
 COUNT = Values(whole_from(0), "a whole number, at least 0")
 PENALTY = Values(number_from(-2, 2), "from -2 to 2")
 
@@ -78,7 +78,7 @@ class TextRules:
     order, which is that of transformers. Lengths count the tokens of a row without its padding."""
 
     values: ClassVar[dict[str, Values]] = {
-        "end_token": ENDS,
+        "end_token": END_TOKENS,
         "repetition_penalty": Values(
             number_from(0, math.inf, 0, math.inf), "above 0, and finite (1 changes nothing)"
         ),
@@ -88,9 +88,9 @@ class TextRules:
         "bad_words": Values(_are_words, "a tuple of tuples of token ids"),
         "min_length": COUNT,
         "min_new_tokens": COUNT,
-        "suppress_tokens": IDS,
-        "begin_suppress_tokens": IDS,
-        "forced_eos_token_id": ENDS,
+        "suppress_tokens": TOKEN_IDS,
+        "begin_suppress_tokens": TOKEN_IDS,
+        "forced_eos_token_id": END_TOKENS,
         "rule": Values(
             _is_function,
             "a function (logits [B, V], tokens [B, S]) -> logits [B, V] that can be hashed",

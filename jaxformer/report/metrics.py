@@ -52,8 +52,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     line. If it is still unwritten when the log is closed, a warning names the missing steps.
 
     Every line ends with `before`, the digest of the line before it; in the first line it is that of
-    `identity`, which says as JSON which run this is. A run that resumes warns of lines that do not
-    follow from those before them, and where the last one is of an earlier step than `due`.
+    `identity`, which says as JSON which run this is. `jaxformer verify` compares them.
 
     `tracker` gets the finite numbers of each line that is written, and is closed with the log; by
     default it is TensorBoard, where tensorboardX is installed.
@@ -66,7 +65,6 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         began: float | None = None,
         tracker: Tracker | None = None,
         identity: Mapping[str, Any] | None = None,
-        due: int = 0,
     ) -> None:
         if began is None:
             began = time.monotonic()
@@ -81,25 +79,11 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             # All or nothing: a kill here leaves the former lines.
             with replacing(self.path, follow=False) as file:
                 file.writelines(line.raw + b"\n" for line in remaining)
-        fault = ""
-        last: Mapping[str, Any] = {"step": 0}
         self._before = first_digest(identity or {})
-        for number, (raw, last) in enumerate(remaining, start=1):
-            # Without an identity the first digest is that of nothing known.
-            # A line of another writer has no digest, and is no fault.
-            follows = last.get(BEFORE, self._before) == self._before
-            if not follows and (number > 1 or identity is not None):
-                fault = fault or f"line {number} does not follow from what is before it"
-            self._before = line_digest(raw)
-        self._zero = began - last.get("seconds", 0.0)
-        if resume_step and last["step"] < due:
-            fault = fault or f"the last line is of step {last['step']}, and step {due} was logged"
-        if fault:
-            warnings.warn(
-                f"{self.path}: {fault}, so lines were removed or altered, or are of another run."
-                " The run goes on, and `jaxformer verify` says the same of it.",
-                stacklevel=2,
-            )
+        self._zero = began
+        if remaining:
+            self._before = line_digest(remaining[-1].raw)
+            self._zero -= remaining[-1].entry.get("seconds", 0.0)
         try:
             self._file = store_of(self.path).append()
         except OSError as error:

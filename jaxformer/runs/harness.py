@@ -33,7 +33,7 @@ from jaxformer.config.train import Weights
 from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import full_batch, padded, rounded
 from jaxformer.generation.refill import refill
-from jaxformer.generation.sampling import FILTERS, PENALTIES, Sampling
+from jaxformer.generation.sampling import FILTERS, LOGIT_PENALTIES, Sampling
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import TokenLayout, layout_of
 from jaxformer.models.inputs import Inputs
@@ -57,7 +57,7 @@ GIVEN_TO_ALL = ("device", "max_batch_size")
 AUTO_BATCH = 16
 BUCKET = 64  # lengths are rounded up to multiples of this
 # The keywords of generation that a request may have.
-SAMPLING = {"do_sample", "no_repeat_ngram_size", "min_new_tokens", *PENALTIES, *FILTERS}
+SAMPLING = {"do_sample", "no_repeat_ngram_size", "min_new_tokens", *LOGIT_PENALTIES, *FILTERS}
 
 
 # The number of scored tokens before a row's last one is rounded up to one of these.

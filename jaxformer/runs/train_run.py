@@ -374,10 +374,7 @@ def _steps(
             named = flat(setup.run) | {"run_id": setup.record["run_id"]}
             tracker = chosen_tracker(run.tracker)(directory.path, first, named)
             progress = stack.enter_context(ProgressBar(settings.steps, first, run.progress))
-            # The last step up to here that `is_logged` says to have a line. Where metrics.jsonl
-            # ends before it, `MetricsLog` warns that lines were removed.
-            due = first - first % settings.log_every or min(first, 1)
-            metrics_log = MetricsLog(directory.path, first, began, tracker, setup.identity, due)
+            metrics_log = MetricsLog(directory.path, first, began, tracker, setup.identity)
             stack.enter_context(metrics_log)
             logger = MetricLogger(setup, first, metrics_log, progress, before)
             hooks.append(logger)

@@ -70,19 +70,3 @@ def test_a_log_of_another_writer_keeps_the_bytes_of_its_lines(tmp_path: Path) ->
     assert first == former
     assert json.loads(second)["before"] == line_digest(former[:-1])
     assert "state" not in json.loads(second)
-
-
-@pytest.mark.parametrize("fault", ["another run", "a line removed", "the last lines removed"])
-def test_a_log_that_is_not_that_of_the_run_is_said_when_it_is_continued(
-    fault: str, runs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    run_dir = copy_until(4, runs[0], tmp_path / "run")
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    record = json.loads((run_dir / "data.json").read_bytes())
-    kept = {"a line removed": lines[:1] + lines[2:], "the last lines removed": lines[:2]}
-    path.write_bytes(b"".join(kept.get(fault, lines)))
-    seed = 9 if fault == "another run" else read_config(run_dir / "config.json").run.seed
-    said = "of step 2, and step 4 was" if "last" in fault else "does not follow from what is before"
-    with pytest.warns(UserWarning, match=f"{said}.*lines were removed or altered"):
-        MetricsLog(run_dir, resume_step=4, identity=identity_of(record, seed), due=4).close()
