@@ -86,7 +86,7 @@ class MaskedRows(TextRows):
         weights[chosen] = 1
         row |= {"tokens": hidden, "targets": ids, "weights": weights}
         once = dict.fromkeys((self.pair_target, f"{self.pair_target}_weights"), 1)
-        return padded(row, dict.fromkeys(row, self.length) | once)
+        return padded(row, self.length, once)
 
     def _text(self, index: int) -> NumpyBatch:
         if self._fit:

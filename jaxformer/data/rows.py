@@ -3,7 +3,7 @@ for."""
 
 import abc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # One row as arrays [T], or a batch of them as arrays [B, T]: int32, weights float32.
 NumpyBatch = dict[str, np.ndarray]
 SOURCE_ARRAYS = ("source", "source_segment_ids")
+# The segments of the pieces of a row, and the array whose tokens they number.
+SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
 # The array of a batch of a mixture with the index of the source of each row, int32 [B].
 SOURCE_IDS = "source_ids"
 
@@ -40,13 +42,10 @@ class RowFormat(NamedTuple):
     pair_target: str = ""
     cut: str = "prompt"
 
-    def lengths(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the length of each of the arrays of a row with these names."""
-        lengths = dict.fromkeys(names, self.length)
-        for name in SOURCE_ARRAYS:
-            if name in lengths:
-                lengths[name] = self.source_length
-        return lengths
+    @property
+    def source_lengths(self) -> dict[str, int]:
+        """Return the length of each array of a source."""
+        return dict.fromkeys(SOURCE_ARRAYS, self.source_length)
 
 
 class Rows(abc.ABC):
@@ -177,7 +176,7 @@ class CausalRows(TextRows):
         row = {"tokens": window[:-1], "targets": window[1:], "weights": weights}
         if self.packed:
             row["segment_ids"] = self.segments(start, used)
-        return padded(row, dict.fromkeys(row, self.stride))
+        return padded(row, self.stride)
 
 
 class OrderedRows(CausalRows):
@@ -229,12 +228,30 @@ def window_start(seed: int, number: int, count: int) -> int:
     return int(np.random.Generator(generator).integers(count))
 
 
-def padded(row: NumpyBatch, lengths: dict[str, int]) -> NumpyBatch:
-    """Return each array filled with zeros to its length: token 0, weight 0, segment 0."""
-    longer = {name: np.zeros(lengths[name], array.dtype) for name, array in row.items()}
+def joined(*sequences: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Join ids, one after the other: int32."""
+    return np.concatenate([np.asarray(ids, np.int32) for ids in sequences])
+
+
+def padded(row: NumpyBatch, length: int, others: Mapping[str, int] = {}) -> NumpyBatch:
+    """Return each array filled with zeros to a length, which may be another for `others`: token 0,
+    weight 0, segment 0."""
+    longer = {}
     for name, array in row.items():
+        longer[name] = np.zeros(others.get(name, length), array.dtype)
         longer[name][: len(array)] = array
     return longer
+
+
+def joined_row(pieces: list[NumpyBatch], length: int, others: Mapping[str, int] = {}) -> NumpyBatch:
+    """Return the arrays of a row: those of its pieces one after the other, numbered from 1 as
+    segments, and padding as `padded` has it."""
+    # Each array [T] of its stream; pieces follow each other in all streams alike.
+    row = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    for name, array in SEGMENTS.items():
+        if array in row:
+            row[name] = numbered([len(piece[array]) for piece in pieces])
+    return padded(row, length, others)
 
 
 def stacked(rows: list[NumpyBatch]) -> NumpyBatch:
@@ -315,8 +332,7 @@ class BestFitRows(Rows):
         return self._fit.most_pieces()
 
     def row(self, index: int, rng: np.random.Generator) -> NumpyBatch:
-        windows = []
-        learned = []
+        pieces = []
         # A piece is what is read, or with 1 what is predicted, from the token before it on.
         back = 0 if self.store.beginning else 1
         for begin, end in self._fit.pieces(int(index)):
@@ -324,16 +340,10 @@ class BestFitRows(Rows):
             # Before the store's first token is an end token, and after its last one a 0.
             before = self._end[: max(back - begin, 0)]
             after = np.zeros(end + 1 - begin - len(window) - len(before), np.int32)
-            windows.append(np.concatenate([before, window, after]))
-            learned.append(self.store.is_text(begin + 1 - back, end + 1 - back))
-        weights = np.concatenate(learned).astype(np.float32)
-        row = {
-            "tokens": np.concatenate([window[:-1] for window in windows]),
-            "targets": np.concatenate([window[1:] for window in windows]),
-            "weights": weights,
-            "segment_ids": numbered([len(window) - 1 for window in windows]),
-        }
-        return padded(row, dict.fromkeys(row, self.length))
+            window = np.concatenate([before, window, after])
+            weights = self.store.is_text(begin + 1 - back, end + 1 - back).astype(np.float32)
+            pieces.append({"tokens": window[:-1], "targets": window[1:], "weights": weights})
+        return joined_row(pieces, self.length)
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 
 from jaxformer.config.run import DataConfig
-from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, padded
+from jaxformer.data.rows import NumpyBatch, RowFormat, TextRows, joined, joined_row
 from jaxformer.data.store import TokenStore
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
@@ -30,19 +30,16 @@ class SourceRows(TextRows):
 
     def arrays(self, text: np.ndarray, targets: np.ndarray) -> NumpyBatch:
         """Return one row, padded."""
-        source = np.array(self.tokenizer.as_source(text), np.int32)
         # The decoder reads the start tokens and then each target before the next one; start tokens
         # after the first are targets too.
-        targets = np.concatenate([self.start[1:], targets]).astype(np.int32)
+        targets = joined(self.start[1:], targets)
         row = {
-            "source": source,
-            "source_segment_ids": np.ones(len(source), np.int32),
-            "tokens": np.concatenate([self.start[:1], targets[:-1]]).astype(np.int32),
+            "source": joined(self.tokenizer.as_source(text)),
+            "tokens": joined(self.start[:1], targets[:-1]),
             "targets": targets,
             "weights": np.ones(len(targets), np.float32),
-            "segment_ids": np.ones(len(targets), np.int32),
         }
-        return padded(row, self.format.lengths(row))
+        return joined_row([row], self.format.length, self.format.source_lengths)
 
 
 class SpanRows(SourceRows):
@@ -91,8 +88,7 @@ class SpanRows(SourceRows):
         marks = np.split(self.sentinels[:spans], spans)
         source = itertools.chain.from_iterable(zip(pieces[::2], marks, strict=True))
         targets = itertools.chain.from_iterable(zip(marks, pieces[1::2], strict=True))
-        end = [self.tokenizer.end_token]
-        return self.arrays(np.concatenate([*source]), np.concatenate([*targets, end]))
+        return self.arrays(joined(*source), joined(*targets, [self.tokenizer.end_token]))
 
 
 class PrefixRows(SourceRows):

@@ -11,14 +11,11 @@ import numpy as np
 
 from jaxformer.data.documents import Record, RecordError, Value, fingerprint
 from jaxformer.data.examples import ExampleStore, Labels, Parts
-from jaxformer.data.rows import NumpyBatch, RowFormat, Rows, numbered, padded, stacked
+from jaxformer.data.rows import NumpyBatch, RowFormat, Rows, joined, joined_row, stacked
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.chat import ChatTemplate, Marked, UnboundedTemplate, template_fingerprint
 from jaxformer.tokenizer.tokenizer import Frame, closed
-
-# The segments of packed examples, and the array whose tokens they number.
-SEGMENTS = {"segment_ids": "tokens", "source_segment_ids": "source"}
 
 # Rows that an example may go to; when none has room, the fullest is closed for a new one.
 OPEN_ROWS = 512
@@ -42,7 +39,7 @@ class Template(abc.ABC):
         self.end = tokenizer.end_token
         self.length = row_format.length
         self.cut = row_format.cut
-        self.lengths: dict[str, int] = {}
+        self.lengths = row_format.source_lengths
         self.format = row_format
         self.capacity: tuple[int, ...] = (self.length,)
 
@@ -68,14 +65,7 @@ class Template(abc.ABC):
     def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
         """Return the arrays of a row: those of its examples one after the other, numbered from 1 as
         segments, and padding."""
-        # Each array [T] of its stream; examples follow each other in all streams alike.
-        row = {
-            name: np.concatenate([example[name] for example in examples]) for name in examples[0]
-        }
-        for name, array in SEGMENTS.items():
-            if array in row:
-                row[name] = numbered([len(example[array]) for example in examples])
-        return padded(row, self.format.lengths(row) | self.lengths)
+        return joined_row(examples, self.length, self.lengths)
 
 
 class SidesTemplate(Template):
@@ -198,11 +188,6 @@ def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> lis
         left[:, slot] -= size[:, 0]
         rows[row_of_slot[slot]].append(index)
     return rows
-
-
-def joined(*sequences: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Join ids, one after the other: int32."""
-    return np.concatenate([np.asarray(ids, np.int32) for ids in sequences])
 
 
 JOINT_IDS = "ids of joint texts"

@@ -30,8 +30,8 @@ from jaxformer.config.run import DataConfig, RunConfig
 from jaxformer.config.settings import with_settings
 from jaxformer.config.train import TrainConfig
 from jaxformer.data.batches import invented_row
+from jaxformer.data.rows import SEGMENTS
 from jaxformer.data.task import Task
-from jaxformer.data.templates import SEGMENTS
 from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.exchange import exchange_of
