@@ -36,13 +36,14 @@ class ComparedRun(NamedTuple):
     def figures(self) -> list[float | None]:
         """The values of `FIGURES`: those logged last, and the lowest validation loss."""
         newest: dict[str, Any] = {}
-        best = None
+        best = math.inf
         for line in self.lines:
             newest |= line
-            # A loss that is not a number is not the best one.
-            if line.get("val_loss", math.nan) < (math.inf if best is None else best):
-                best = line["val_loss"]
-        return [newest.get("step"), newest.get("loss"), best, newest.get("tokens_per_second")]
+            best = min(best, line.get("val_loss", math.inf))  # a NaN is not less
+        lowest = None
+        if best < math.inf:
+            lowest = best
+        return [newest.get("step"), newest.get("loss"), lowest, newest.get("tokens_per_second")]
 
 
 class Configuration(NamedTuple):

@@ -30,7 +30,7 @@ from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import as_logged, compile_step
 
 VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu")
-PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+VERSIONED += ("jax-cuda12-plugin", "jax-cuda13-plugin")
 # Device files of accelerators, and the extra of jaxformer that brings what drives them.
 DRIVERS = {"dev/nvidia[0-9]*": "cuda12 or cuda13", "dev/accel[0-9]*": "tpu"}
 
@@ -114,19 +114,13 @@ def checked(name: str, check: Callable[..., str], *given: Any) -> Finding:
 
 
 def versions() -> str:
-    """Return the versions of the libraries. The plugins for GPUs have to have that of jax."""
-    numbers = dict[str, str]()
-    for name in (*VERSIONED, *PLUGINS):
+    """Return the versions of the libraries. JAX itself warns of a plugin that does not fit it."""
+    numbers = [f"Python {machine.python_version()}"]
+    for name in VERSIONED:
         # A checkout has no metadata.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            numbers[name] = importlib.metadata.version(name)
-    installed = ", ".join(f"{name} {number}" for name, number in numbers.items())
-    text = f"Python {machine.python_version()}, {installed}"
-    for plugin in PLUGINS:
-        if numbers.get(plugin, numbers["jax"]) != numbers["jax"]:
-            remedy = f'pip install "{plugin}=={numbers["jax"]}", the version of jax'
-            raise ConfigError(f"{text}: {remedy}.")
-    return text
+            numbers.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(numbers)
 
 
 def devices() -> str:

@@ -1,13 +1,14 @@
 """`jaxformer compare`: runs of one config are one row, and what was logged is in the table."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jaxformer.cli import main
-from jaxformer.cli.compare import configurations, read_runs
+from jaxformer.cli.compare import ComparedRun, configurations, read_runs
 from jaxformer.config.run import RunConfig, RunSettings, to_json
 from jaxformer.config.train import OptimizerConfig, TrainConfig
 from jaxformer.files import ConfigError
@@ -103,3 +104,10 @@ def test_a_picture_that_cannot_be_written_is_told_first(
 ) -> None:
     assert main(["compare", str(runs), "--output", str(tmp_path / "none" / "curves.png")]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_a_number_is_not_the_best_one() -> None:
+    lines = [{"step": 2, "val_loss": 4.0}, {"step": 4, "val_loss": 4.5}]
+    lines += [{"step": 6, "val_loss": math.nan}, {"step": 6, "loss": 3.0}]
+    assert ComparedRun(Path(), {}, lines).figures == [6, 3.0, 4.0, None]
+    assert ComparedRun(Path(), {}, lines[2:]).figures == [6, 3.0, None, None]
