@@ -60,6 +60,7 @@ PROGRAMS = {
 # A run that is continued: the settings beside those of the check, and flags of XLA.
 RUNS: dict[str, tuple[dict[str, object], str]] = {
     "flag: deterministic operations": ({}, FLAG),
+    "train.deterministic": ({"train.deterministic": True}, ""),
     "as it is": ({}, ""),
     "flag: deterministic operations, attention by XLA": ({"model.attention.kernel": "xla"}, FLAG),
     "flag: no autotuning": ({}, "--xla_gpu_autotune_level=0"),

@@ -1,5 +1,6 @@
 """Run on eight forced host devices: the step of each mesh beside that of one device. Prints JSON
-for test_sharding.py. With the argument "slow": the steps of the slow tests."""
+for test_sharding.py. With the argument "slow": the steps of the slow tests; with "axes": a mesh
+with explicit axes beside one with automatic ones."""
 
 import dataclasses
 import json
@@ -8,7 +9,10 @@ import tempfile
 
 import jax
 import numpy as np
+import optax
+from jax.sharding import AxisType
 from learning_steps import a_batch, a_run, step_of
+from shapes import model
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import batch_sharding, make_mesh, parameter_sharding
@@ -208,6 +212,48 @@ def explicit_axes_trace(run):
         jax.jit(jax.value_and_grad(loss)).lower(map_specs(placed, specs), batch)
 
 
+def on_a_mesh_of_ones_own(kind):
+    """A run on a mesh of `jax.make_mesh` that is continued, written to a directory and read, with
+    the texts that its params write: the arrays, and whether all were on that mesh."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
+    config = model("llama", n_layers=1)
+    optimizer = optax.adamw(1e-2)
+
+    def loss(params, batch, key):
+        logits = jf.forward(params, config, batch["tokens"])
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return {"loss": (nats.sum(), nats.size)}
+
+    batches = [{name: a_batch(8, i)[name] for name in ("tokens", "targets")} for i in range(3)]
+    with tempfile.TemporaryDirectory() as folder:
+        for steps in (2, 3):
+            state = jf.init_state(jf.specs(config), optimizer, mesh=mesh)
+            step = jf.make_step(loss, optimizer, microbatches=2)
+            checkpoints = jf.Checkpoints(f"{folder}/run")
+            state = jf.fit(step, state, batches, steps=steps, checkpoints=checkpoints)
+        jf.save_pretrained(f"{folder}/model", state.params, config)
+        params = jf.load(f"{folder}/model", mesh=mesh).params
+    prompt = batches[0]["tokens"][:4, :6]
+    texts = [jf.generate(params, config, prompt, 4, temperature=0)]
+    with jax.set_mesh(mesh):
+        texts.append(jf.generate(params, config, prompt, 4, temperature=0))
+        texts += jf.beam_search(params, config, prompt, 4, beams=2)
+        logits = jax.jit(jf.forward, static_argnums=1)(params, config, prompt)
+    meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves((state, params))}
+    return jax.tree.map(np.asarray, (state, params, texts)), meshes == {mesh}, np.asarray(logits)
+
+
+def explicit_beside_automatic_axes():
+    """Whether what is made on a mesh with explicit axes is what is made on the same with automatic
+    ones, to the last bit; and how far logits are apart, which `forward` places by types there."""
+    (explicit, on_mesh, logits), (automatic, _, expected) = map(
+        on_a_mesh_of_ones_own, (AxisType.Explicit, AxisType.Auto)
+    )
+    same = jax.tree.map(np.array_equal, explicit, automatic)
+    apart = float(np.abs(logits - expected).max())
+    return {"same": all(jax.tree.leaves(same)), "on the mesh": on_mesh, "apart": apart}
+
+
 def loaded_on_a_mesh(config):
     """A model directory written from sharded params and read onto the mesh: whether all is equal,
     and where it should be."""
@@ -238,6 +284,9 @@ def loaded_on_a_mesh(config):
 
 
 def main() -> None:
+    if sys.argv[1:] == ["axes"]:
+        json.dump(explicit_beside_automatic_axes(), sys.stdout)
+        return
     slow = sys.argv[1:] == ["slow"]
     cases, explicit = (SLOW_CASES, SLOW_EXPLICIT) if slow else (CASES, EXPLICIT)
     runs = {name: run_of(name, *case[:3]) for name, case in cases.items()}

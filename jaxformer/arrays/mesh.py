@@ -116,7 +116,7 @@ def check_experts(mesh: AnyMesh, experts: int) -> None:
 
 def batch_devices(mesh: AnyMesh) -> int:
     """Return the number of devices that hold different rows of a batch."""
-    return math.prod(mesh.shape[axis] for axis in ACTIVATION_RULES["batch"])
+    return math.prod(mesh.shape.get(axis, 1) for axis in ACTIVATION_RULES["batch"])
 
 
 def held_blocks(mesh: AnyMesh) -> tuple[tuple[int, ...], int]:
@@ -181,6 +181,27 @@ def batch_sharding(mesh: AnyMesh) -> NamedSharding:
 
 def replicated(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def with_automatic_axes(mesh: Mesh) -> Mesh:
+    """Return the mesh of the same devices with axes on which the compiler places what no type
+    says."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def on_same_devices(tree: Any, mesh: Mesh) -> Any:
+    """Return the arrays of a tree as those of another mesh of the same devices and axes. Nothing is
+    copied; what has no mesh stays as it is."""
+
+    def moved(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return leaf
+        shards = [shard.data for shard in leaf.addressable_shards]
+        where = NamedSharding(mesh, sharding.spec)
+        return jax.make_array_from_single_device_arrays(leaf.shape, where, shards)
+
+    return jax.tree.map(moved, tree)
 
 
 def place_array(array: Any, where: Sharding) -> jax.Array:

@@ -46,6 +46,9 @@ class TrainConfig(Section):
     """Dtype in which the loss of training stores logits; all sums, and evaluations, are float32.
     bfloat16 has an error of 0.01 nats a token and 0.4 % of a gradient (root mean squares) where
     logits are below 16, of 0.14 nats and 3 % near -100. Losses of preferences take float32."""
+    deterministic: Volatile[bool] = False
+    """Whether a GPU takes no kernel that adds in no fixed order, and selects none by its time,
+    which makes steps slower; programs for other devices are deterministic anyway."""
     preference_beta: NonNegative = 0.0
     """Coefficient beta of a preference objective (lambda of orpo, tau of ipo); 0 uses its default:
     0.1 for dpo, ipo and orpo, 2 for simpo."""

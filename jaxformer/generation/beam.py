@@ -29,7 +29,7 @@ from jaxformer.generation.sampling import (
     within,
 )
 from jaxformer.generation.text_so_far import TextSoFar, end_tokens, ends, filler
-from jaxformer.generation.weights import prepared
+from jaxformer.generation.weights import on_automatic_axes, prepared
 from jaxformer.layers.cache import Cache
 from jaxformer.models.inputs import warn_of_padding
 
@@ -149,6 +149,7 @@ def beam_search(
     return beam_search_steps(params, config, prompt, max_new_tokens, record=False, **how)[0]
 
 
+@on_automatic_axes
 def beam_search_steps(
     params: Params,
     config: ModelConfig,

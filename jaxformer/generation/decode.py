@@ -26,7 +26,7 @@ from jaxformer.generation.prompts import capacity, read_rows, rung
 from jaxformer.generation.sampling import Sampling, draw, sampling_key
 from jaxformer.generation.stop_strings import StopStrings, TokenBytes
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
-from jaxformer.generation.weights import prepared
+from jaxformer.generation.weights import on_automatic_axes, prepared
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.cache import Cache
 from jaxformer.layers.head import head
@@ -51,6 +51,7 @@ class Stream:
     written: TextSoFar
 
 
+@on_automatic_axes
 def generate(
     params: Params,
     config: ModelConfig,

@@ -20,7 +20,7 @@ from jaxformer.files import ConfigError
 from jaxformer.generation.decode import Stream, read, start
 from jaxformer.generation.sampling import Sampling, choices, sampling_key
 from jaxformer.generation.text_so_far import TextSoFar, ends, filler
-from jaxformer.generation.weights import prepared
+from jaxformer.generation.weights import on_automatic_axes, prepared
 from jaxformer.layers.block import empty_cache
 from jaxformer.models.inputs import warn_of_padding
 
@@ -38,6 +38,7 @@ class Speculation(NamedTuple):
     accepted: jax.Array
 
 
+@on_automatic_axes
 def speculate(
     params: Params,
     config: ModelConfig,

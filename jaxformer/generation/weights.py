@@ -3,15 +3,18 @@
 import functools
 import math
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import AxisType, Mesh
 
 from jaxformer.adapters.output_major_codes import Int8Head, OutputMajorNF4
 from jaxformer.adapters.quantized import Int8Weight, NF4Weight
+from jaxformer.arrays.mesh import on_same_devices, with_automatic_axes
 from jaxformer.arrays.params import Params, RowGroups, contract, dotted, is_custom, lookup, rows
 from jaxformer.arrays.sharding import Axes, explicit_axes, free_axes, platform
 from jaxformer.config.model import ModelConfig
@@ -20,6 +23,7 @@ from jaxformer.layers.head import matrix_path
 from jaxformer.models.stack import compute_dtype, layer_order, loops_when_cached, stacks_of
 from jaxformer.models.transformer import specs
 from jaxformer.models.virtual import with_leading_keys
+from jaxformer.training.state import mesh_of
 
 
 @struct.dataclass
@@ -63,6 +67,27 @@ class OutputMajor:
 
     def astype(self, dtype: Any) -> "OutputMajor":
         return OutputMajor(self.matrix.astype(dtype), self.inputs)
+
+
+RunT = TypeVar("RunT", bound=Callable[..., Any])
+
+
+def on_automatic_axes(run: RunT) -> RunT:
+    """Return a function of params and more, which on a mesh with explicit axes, the default of
+    `jax.make_mesh`, runs on the same devices with automatic ones. Its result is on that mesh."""
+
+    @functools.wraps(run)
+    def on_mesh(params: Params, *arguments: Any, **more: Any) -> Any:
+        mesh = mesh_of(params)
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+        if is_traced or not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
+            return run(params, *arguments, **more)
+        automatic = with_automatic_axes(mesh)
+        with jax.set_mesh(automatic):
+            result = run(on_same_devices(params, automatic), *arguments, **more)
+        return on_same_devices(result, mesh)
+
+    return on_mesh  # type: ignore[return-value]
 
 
 def prepared(params: Params, config: ModelConfig) -> Params:

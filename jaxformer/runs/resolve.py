@@ -204,6 +204,7 @@ class Resolved:
             seed=self.run.run.seed,
             schedules={"learning_rate": self.schedule},
             rowwise=self.is_rowwise,
+            deterministic=train.deterministic,
         )
 
 

@@ -379,7 +379,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
         "attention": attention,
         "a step": f"{rows_of_step}, in {run.train.n_microbatches} {microbatches}: {of_device}",
     }
-    if options := compiler_options(planned.mesh):
+    if options := compiler_options(planned.mesh, run.train.deterministic):
         head["compiler"] = [f"{name}={value}" for name, value in options.items()]
     if planned.notes:
         head["assumed"] = list(planned.notes)
@@ -446,7 +446,7 @@ def plan_numbers(plan: Plan) -> dict[str, Any]:
         "mesh": dict(planned.mesh.shape),
         "attention": planned.kernel,
         "exchange": planned.exchange,
-        "compiler_options": compiler_options(planned.mesh),
+        "compiler_options": compiler_options(planned.mesh, planned.run.train.deterministic),
         "packed": planned.packed,
         "assumed": list(planned.notes),
         "parameters": parameters_by_part(planned),

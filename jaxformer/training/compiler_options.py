@@ -13,9 +13,17 @@ from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.mesh import AnyMesh, replicated
 from jaxformer.arrays.sharding import PARAMETERS, platform
+from jaxformer.files import ConfigError
+
+# What makes a program for a GPU the same from start to start: no kernel that adds in no fixed
+# order, and none that is selected by its time. XLA's own xla_gpu_deterministic_ops ended with an
+# IndexError on an H200 (jax 0.11.2).
+DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
 
 
-def wanted_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
+def wanted_options(
+    mesh: AnyMesh | None = None, deterministic: bool = False
+) -> dict[str, int | str]:
     """Return the options for the devices of a mesh (None: the default device), except those that
     XLA_FLAGS or LIBTPU_INIT_ARGS names."""
     on = platform(mesh)
@@ -33,19 +41,30 @@ def wanted_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
         # v5e:4x4 with fsdp 16 moves 423 GiB of main memory a device instead of 922, and takes at
         # least 2,926 ms instead of 3,256 (`benchmarks/compiled.py`; nothing was run).
         options["xla_tpu_enable_windowed_einsum_for_all_gather"] = "false"
+    if on == "gpu" and deterministic:
+        options |= DETERMINISTIC
     # What a user asks for by the environment is left to it.
     words = f"{os.environ.get('XLA_FLAGS')} {os.environ.get('LIBTPU_INIT_ARGS')}".split()
     named = {word.lstrip("-").partition("=")[0] for word in words}
     return {name: value for name, value in options.items() if name not in named}
 
 
-def compiler_options(mesh: AnyMesh | None = None) -> dict[str, int | str]:
-    """Return those of `wanted_options` that the compiler for the devices has."""
-    options = wanted_options(mesh)
+def compiler_options(
+    mesh: AnyMesh | None = None, deterministic: bool = False
+) -> dict[str, int | str]:
+    """Return those of `wanted_options` that the compiler for the devices has. Raises ConfigError
+    where it lacks one of a deterministic program."""
+    options = wanted_options(mesh, deterministic)
     # The compiler for CPUs, which comes with jaxlib, is not asked, and an abstract mesh has none.
     if platform(mesh) == "cpu" or isinstance(mesh, AbstractMesh):
         return options
-    return {name: value for name, value in options.items() if not refuses(mesh, name, value)}
+    refused = {name for name, value in options.items() if refuses(mesh, name, value)}
+    if missing := sorted(refused & DETERMINISTIC.keys()):
+        raise ConfigError(
+            f"train.deterministic needs {' and '.join(missing)}, which this version of XLA does not"
+            " have: set train.deterministic=False, or install another version of jax."
+        )
+    return {name: value for name, value in options.items() if name not in refused}
 
 
 @functools.cache

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxformer.arrays.params import Params
-from jaxformer.arrays.sharding import platform
+from jaxformer.arrays.sharding import explicit_axes, platform
 from jaxformer.config.settings import step_range
 from jaxformer.training.compiler_options import compiler_options
 from jaxformer.training.state import TrainState, merged, mesh_of, on_mesh, split_frozen
@@ -32,8 +32,11 @@ class Step:
     them: they are neither donated nor copied, and the new state has the arrays of the old one.
     """
 
-    def __init__(self, advance: Callable[..., tuple[TrainState, Metrics]]) -> None:
+    def __init__(
+        self, advance: Callable[..., tuple[TrainState, Metrics]], deterministic: bool = False
+    ) -> None:
         self._advance = advance
+        self._deterministic = deterministic
         self._programs: dict[Any, Any] = {}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -49,7 +52,7 @@ class Step:
         """Return the same step with further metrics, from its number (int32, counted from 0), its
         gradient before any clipping and its update, both with None for the leaves that do not
         learn."""
-        return Step(functools.partial(self._advance, observe=observe))
+        return Step(functools.partial(self._advance, observe=observe), self._deterministic)
 
     def lower(self, state: TrainState, batch: Any, lowering_platforms: Any = None) -> "StagedStep":
         """Return the step lowered ahead of time, for arrays or `jax.ShapeDtypeStruct`s with their
@@ -70,14 +73,22 @@ class Step:
                 state, metrics = self._advance(_whole(moving, still), batch)
                 return _moving_and_still(state)[0], metrics
 
+            def on_automatic_axes(*arguments: Any) -> Any:
+                # A loss need not say where each of its arrays is placed, and steps are those of a
+                # mesh with automatic axes.
+                if not explicit_axes():
+                    return advance(*arguments)
+                places = (moving, PartitionSpec())
+                return jax.sharding.auto_axes(advance, out_sharding=places)(*arguments)
+
             # The new state has the shardings of the old one, and so can take its memory.
             moving, still = _moving_and_still(jax.tree.unflatten(structure, key[1]))
             self._programs[key] = jax.jit(
-                advance,
+                on_automatic_axes,
                 donate_argnums=0,
                 in_shardings=(moving, still, None),
                 out_shardings=(moving, None),
-                compiler_options=compiler_options(mesh_of(state)),
+                compiler_options=compiler_options(mesh_of(state), self._deterministic),
             )
         return self._programs[key]
 

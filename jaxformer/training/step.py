@@ -48,6 +48,7 @@ def make_step(
     seed: int = 0,
     schedules: Mapping[str, optax.Schedule] | None = None,
     rowwise: bool = False,
+    deterministic: bool = False,
 ) -> Step:
     """Return the step of a loss and an optimizer: `state, metrics = step(state, batch)`. It is
     jitted, and the state is donated, except for the leaves that do not learn.
@@ -70,6 +71,8 @@ def make_step(
       rowwise: whether each sum of the loss is one over rows that do not read each other, without
           the key. Then each replica of the mesh adds up the gradients of its own rows over all
           microbatches, and they are reduced over replicas once a step.
+      deterministic: whether a GPU is to run the same kernels, which add in a fixed order, after
+          each start; see `train.deterministic`. Programs for other devices do not change.
 
     If the loss or the norm of the gradient is not finite, parameters and optimizer keep their
     values, and only the number of the step increases.
@@ -126,7 +129,7 @@ def make_step(
         after = replace(state, step=state.step + 1, params=params, optimizer=moments)
         return after, metrics
 
-    return Step(advance)
+    return Step(advance, deterministic)
 
 
 def _hessian_product(

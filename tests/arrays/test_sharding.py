@@ -27,6 +27,13 @@ def test_every_placement_is_said_so_explicit_axes_trace(report):
     assert report["explicit"]
 
 
+def test_steps_files_and_texts_on_explicit_axes_are_those_on_automatic_ones():
+    """On a mesh of the user's own, whose axes `jax.make_mesh` makes explicit by default."""
+    found = on_eight_devices("eight_devices.py", "axes")
+    assert found["same"] and found["on the mesh"]
+    assert found["apart"] < 1e-6
+
+
 @only_most_used
 def test_a_model_directory_is_written_from_a_mesh_and_read_onto_one(report):
     assert report["pretrained"] == {"equal": True, "split": 4}

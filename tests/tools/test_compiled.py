@@ -227,6 +227,21 @@ def test_the_step_of_a_config_compiles(name: str, target: str, tmp_path: Path) -
 
 @pytest.mark.compile
 @pytest.mark.timeout(3600)
+def test_a_deterministic_step_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """The compiler has both options, and accepts the program under them."""
+    try:
+        require_compiler("gpu")
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    changes = ["model.n_layers=2", "train.batch_size=8", "train.microbatches=1"]
+    run = jf.load_config(CONFIGS / "gpt2_124m.py", [*changes, "train.deterministic=True"])
+    found = compiled_report(run, "h100:1x1", hlo=tmp_path / "program")
+    counts = count((tmp_path / "program").read_text())
+    assert found.fits and counts.flops > 0.6 * found.model_flops
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(3600)
 def test_a_step_on_tpus_gathers_weights_whole_and_casts_them_in_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

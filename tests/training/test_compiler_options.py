@@ -45,6 +45,23 @@ def test_the_options_are_those_of_the_devices_and_the_mesh(device, axes, expecte
     assert compiler_options(abstract_mesh(4, sizes(**axes), device)) == expected
 
 
+@pytest.mark.parametrize("device", ["h100", "v5e", "cpu"])
+def test_deterministic_steps_have_options_on_a_gpu_alone(device):
+    mesh = abstract_mesh(4, sizes(data=4), device)
+    added = {**compiler_options(mesh, True)}
+    for name in compiler_options(mesh):
+        del added[name]
+    assert added == (options.DETERMINISTIC if device == "h100" else {})
+
+
+def test_an_option_of_deterministic_steps_that_a_compiler_lacks_is_an_error(monkeypatch):
+    """The compiler for CPUs is asked, and lacks what stands in for one of them."""
+    monkeypatch.setattr(options, "platform", lambda mesh: "gpu")
+    monkeypatch.setattr(options, "DETERMINISTIC", {"xla_no_such_option": "true"})
+    with pytest.raises(jf.ConfigError, match=r"train\.deterministic needs xla_no_such_option"):
+        compiler_options(make_mesh(), True)
+
+
 def test_an_option_that_the_environment_names_is_left_to_it(monkeypatch):
     for variable in VARIABLES:
         monkeypatch.setenv(variable, "--xla_backend_optimization_level_2=3")
@@ -59,7 +76,7 @@ def test_an_option_that_a_compiler_does_not_have_is_left_out(monkeypatch):
     """The compiler for CPUs is asked for the option of TPUs, which it does not have."""
     mesh = make_mesh()
     monkeypatch.setattr(options, "platform", lambda mesh: "tpu")
-    monkeypatch.setattr(options, "wanted_options", lambda mesh: {GATHERS: "false", **LEVEL})
+    monkeypatch.setattr(options, "wanted_options", lambda *how: {GATHERS: "false", **LEVEL})
     assert compiler_options(mesh) == LEVEL
 
 
