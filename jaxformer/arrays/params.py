@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxformer.arrays.sharding import (
@@ -322,7 +323,8 @@ def contract(
     if groups is not None:
         # Their kernels are of a device, so that nothing is placed here.
         return groups.product(x, w.astype(x.dtype)).astype(dtype or x.dtype)
-    w = w.astype(x.dtype)
+    # A point for `model.remat`.
+    w = checkpoint_name(w.astype(x.dtype), "weight")
     if explicit_axes():
         sizes = dict(zip(left + right, (*x.shape, *w.shape), strict=True))
         sharding = activation([sizes[letter] for letter in out], to) if to else None

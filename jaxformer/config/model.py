@@ -132,8 +132,8 @@ class ModelConfig(Section):
     """Recomputed in the backward pass: none, names (all but the points of model.saved), dots (all
     but matrix products), full (all but attention)."""
     saved: Volatile[str] = ""
-    """Points kept by remat=names: none, or of latent q k v attention out gate up down; empty: q to
-    out."""
+    """Points kept by remat=names: none, or of latent q k v attention out gate up down normed
+    hidden; empty: q to out."""
     offload: Volatile[str] = ""
     """Points, or input (that of a layer), that remat=names keeps in the memory of the host."""
     experts: Experts = field(default_factory=Experts)

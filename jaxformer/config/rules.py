@@ -10,6 +10,8 @@ from jaxformer.files import ConfigError
 
 # The points of a layer that remat may keep: the products of its matrices, and attention.
 POINTS = ("latent", "q", "k", "v", "attention", "out", "gate", "up", "down")
+# Points that model.remat=names alone keeps: the inputs of products behind norms and activations.
+INPUTS = ("normed", "hidden")
 
 ONE_SIDE = "a decoder sees one side only"
 NO_SOURCE = "other models have no source"
@@ -198,7 +200,7 @@ def _further_conflicts(config: Any) -> Iterator[str]:
             f"embedding.width={width} with model.tied_head=True needs model.head.kind='masked': the"
             f" rows of the language head are d_model={config.d_model} wide."
         )
-    for name, allowed in (("saved", (*POINTS, "none")), ("offload", (*POINTS, "input"))):
+    for name, allowed in (("saved", (*POINTS, *INPUTS, "none")), ("offload", (*POINTS, "input"))):
         names = names_of(getattr(config, name))
         if not set(names) <= set(allowed):
             yield f"{name}={' '.join(names)!r} must be names of {' '.join(allowed)}."

@@ -3,8 +3,7 @@
 import functools
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxformer.adapters.output_major_codes import Int8Head, OutputMajorNF4
 from jaxformer.adapters.quantized import Int8Weight, NF4Weight
 from jaxformer.arrays.mesh import on_same_devices, with_automatic_axes
 from jaxformer.arrays.params import Params, RowGroups, contract, dotted, is_custom, lookup, rows
-from jaxformer.arrays.sharding import Axes, explicit_axes, free_axes, platform
+from jaxformer.arrays.sharding import Axes, RunT, explicit_axes, free_axes, platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.head import matrix_path
@@ -67,9 +66,6 @@ class OutputMajor:
 
     def astype(self, dtype: Any) -> "OutputMajor":
         return OutputMajor(self.matrix.astype(dtype), self.inputs)
-
-
-RunT = TypeVar("RunT", bound=Callable[..., Any])
 
 
 def on_automatic_axes(run: RunT) -> RunT:

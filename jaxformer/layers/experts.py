@@ -235,7 +235,8 @@ def _expert_rows(
     gate = linear("gate", rows, "MD,EDF->MF") if config.gated else None
     hidden = hidden_of(config, units(config, up, gate), up)
     scale = scale.astype(hidden.dtype)[:, None]
-    y = contract("MF,EFD->MD", hidden * scale, weights["down"], groups=groups)
+    hidden = checkpoint_name(hidden * scale, "hidden")
+    y = contract("MF,EFD->MD", hidden, weights["down"], groups=groups)
     bias = weights.get("down_bias")
     if bias is not None:
         # Scaled as the product is, which had its scale before.

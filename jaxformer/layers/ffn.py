@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
@@ -144,7 +145,7 @@ def captured_ffn(
     gate = linear("BTD,DF->BTF", params, "gate", x) if config.gated else None
     active, captures = request.apply("mlp_units", units(config, up, gate))
     # Behind the capture: a replaced unit has its effect on all that reads it.
-    hidden = hidden_of(config, active, up)
+    hidden = checkpoint_name(hidden_of(config, active, up), "hidden")
     return linear("BTF,FD->BTD", params, "down", hidden, to=("batch", "sequence", None)), captures
 
 

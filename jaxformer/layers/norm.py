@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxformer.arrays.params import Params, Spec, Specs, ones, zeros
@@ -137,7 +138,7 @@ def norm_specs(config: ModelConfig) -> Specs:
 @jax.named_scope("norm")
 def norm(params: Params, config: ModelConfig, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """Apply the config's norm: [..., D] -> [..., D]."""
-    return NORMS[config.norm].run(params, config, x)
+    return checkpoint_name(NORMS[config.norm].run(params, config, x), "normed")
 
 
 def norm_formula(config: ModelConfig) -> str:

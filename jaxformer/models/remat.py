@@ -9,7 +9,8 @@ what they would store. The input of a layer is always kept: on the device, or wi
 none       every point                     dots   products without a batch axis, and attention
 names      those of `model.saved`          full   attention alone
 
-Fused attention is computed again only where `names` leaves "attention" out.
+The inputs of products behind a norm ("normed") and an activation ("hidden") are points too, which
+`names` alone keeps. Fused attention is computed again only where `names` leaves "attention" out.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxformer.arrays.sharding import platform
+from jaxformer.arrays.sharding import PARAMETERS, free_axes, platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.rules import POINTS, names_of
 from jaxformer.files import ConfigError
@@ -47,6 +48,13 @@ def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) ->
     policies = jax.checkpoint_policies
     offloaded = names_of(config.offload)
     names = list(kept_points(config))
+    divided = any(free_axes().get(name, 1) > 1 for name in PARAMETERS["embed"])
+    if platform() == "gpu" and not scanned and not divided:
+        # The weights as products read them, in 16 bits. Or the backward pass would cast them again,
+        # from float32 copies of the slices of their stacks, which wait for it: 4.6 ms of the 158.5
+        # of a step of llama_1b on an H100, and 1.8 GiB more at the peak, by the count of
+        # benchmarks/compiled.py. On a mesh that divides them their casts are small.
+        names.append("weight")
     if offloaded:
         if platform() == "cpu":
             raise ConfigError(

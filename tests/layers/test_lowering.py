@@ -156,6 +156,33 @@ def test_a_loop_on_tpus_ties_the_weights_of_a_layer_to_its_number(platform, rema
     assert tied == (4 if platform == "tpu" else 0)
 
 
+@pytest.mark.parametrize(
+    "platform, sizes, casts", [("gpu", (2, 1, 1, 1, 1), 1), ("gpu", (1, 2, 1, 1, 1), 2)]
+)
+def test_the_backward_pass_on_a_gpu_reads_the_casts_of_the_forward_pass(platform, sizes, casts):
+    """Where layers are unrolled, and no device has a part of the weights alone."""
+    run = a_run("decoder", "blocked")
+    model = dataclasses.replace(run.model, layer_loop="unroll")
+    text = lowered(dataclasses.replace(run, model=model), mesh_of(platform, sizes))
+    cast = r"stablehlo\.convert .*tensor<128x256xf32>\) -> tensor<128x256xbf16>"
+    # The matrices gate and up of each layer.
+    assert len(re.findall(cast, text)) == 2 * casts * model.n_layers
+
+
+@pytest.mark.parametrize("point, width", [("hidden", 256), ("normed", 128)])
+def test_inputs_of_products_are_stored_where_they_are_named(point, width):
+    def stored(saved):
+        """How many arrays of that width a backward pass reads."""
+        run = a_run("decoder", "blocked", "names")
+        model = dataclasses.replace(run.model, saved=saved, layer_loop="unroll", n_layers=1)
+        text = lowered(dataclasses.replace(run, model=model), mesh_of("gpu", (1, 1, 1, 1, 1)))
+        barriers = re.findall(r"optimization_barrier .*", text)
+        return max(line.count(f"x{width}xbf16>") for line in barriers)
+
+    of_layer = {"hidden": 1, "normed": 2}
+    assert stored(f"up,{point}") - stored("up") == of_layer[point]
+
+
 def test_the_host_keeps_the_points_that_it_is_asked_to_and_the_inputs_of_layers():
     def moved(offload):
         """How many arrays of a layer go to the host."""
