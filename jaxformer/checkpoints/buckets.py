@@ -106,7 +106,9 @@ def _with_s3_driver(spec: Any) -> Any:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if endpoint:
-        options |= {"endpoint": endpoint} | ({"aws_region": region} if region else {})
+        options["endpoint"] = endpoint
+        if region:
+            options["aws_region"] = region
     if "AWS_ACCESS_KEY_ID" in os.environ:
         options["aws_credentials"] = {"type": "environment"}
     return options

@@ -5,6 +5,7 @@ saved it, and the versions of the packages that did. Beside it are the digests o
 these files.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -12,7 +13,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
@@ -165,14 +166,10 @@ def saved_shapes(folder: Path, step: int) -> dict[str, list[Any]]:
     Raises Damaged and ConfigError as `read_checkpoint` does."""
     checkpoint = folder / str(step)
     try:
-        return read_manifest(checkpoint)["leaves"]
-    except ConfigError:
-        raise
-    except Exception as error:
-        problem = failure_of(checkpoint, error)
-        if isinstance(problem, Altered):
-            raise Damaged(f"{checkpoint}: {in_short(problem)}") from problem
-        raise problem from error
+        with _explained(checkpoint):
+            return read_manifest(checkpoint)["leaves"]
+    except Altered as error:
+        raise Damaged(f"{checkpoint}: {in_short(error)}") from error
 
 
 def _read_files(
@@ -192,7 +189,7 @@ def _read_files(
         if entry.is_fifo() or entry.is_char_device():  # TensorStore would wait for it
             raise Altered(f"{entry.name} is no regular file")
     kinds = ocp.checkpoint_utils.construct_restore_args(targets)
-    try:
+    with _explained(checkpoint):
         manifest = read_manifest(checkpoint)
         # Compared before anything is read: that takes no memory, and names every difference.
         saved = manifest["leaves"]
@@ -205,19 +202,18 @@ def _read_files(
                 problems.append(
                     f"{path}: {row[1]}{row[0]} in the checkpoint, {dtype}{shape} in the model"
                 )
-        if exact:
-            problems += [f"{path}: only in the checkpoint" for path in saved if path not in targets]
+        for path in saved:
+            if exact and path not in targets:
+                problems.append(f"{path}: only in the checkpoint")
         if problems:
             raise ConfigError(
                 f"the checkpoint {checkpoint} is of another model or optimizer; nothing was"
                 f" changed:\n  {first_of(problems)}"
             )
-        saved_by = manifest["run"]
-        differences = [
-            f"{name}: {saved_by[name]} in the checkpoint, {run[name]} here"
-            for name in saved_by
-            if name in run and saved_by[name] != run[name]
-        ]
+        differences = []
+        for name, entry in manifest["run"].items():
+            if run.get(name, entry) != entry:
+                differences.append(f"{name}: {entry} in the checkpoint, {run[name]} here")
         if differences:
             lines = "\n  ".join(differences)
             raise ConfigError(
@@ -233,6 +229,13 @@ def _read_files(
                 raise Altered(f"files are not as they were saved: {first_of(altered, 5, ', ')}")
         leaves = _restored(checkpoint, targets, kinds, not exact)
         return {path: leaves[path] for path in targets}, manifest
+
+
+@contextlib.contextmanager
+def _explained(checkpoint: Path) -> Iterator[None]:
+    """Raise the errors of a read as `failure_of` says them."""
+    try:
+        yield
     except ConfigError:
         raise
     except Exception as error:
@@ -320,11 +323,10 @@ def read_back(checkpoint: Path) -> None:
     arrays first and up to READ_BACK_BYTES bytes, and verifies them. Raises Altered, or what Orbax
     raises."""
     manifest = read_manifest(checkpoint)
-    shapes = {
-        path: jax.ShapeDtypeStruct(row[0], np.dtype(row[1]))
-        for path, row in manifest["leaves"].items()
-        if not row[1].startswith("key<")
-    }
+    shapes = dict[str, jax.ShapeDtypeStruct]()
+    for path, (size, dtype, _) in manifest["leaves"].items():
+        if not dtype.startswith("key<"):
+            shapes[path] = jax.ShapeDtypeStruct(size, np.dtype(dtype))
     budget = READ_BACK_BYTES
     targets = {}
     # Small arrays first: the most paths within the bound.

@@ -178,13 +178,13 @@ def disk(setup: RunSetup, state_bytes: int) -> str:
 def dry_run(setup: RunSetup) -> str:
     """Compile the first step and run it twice."""
     lines: list[str] = []
-    program = compile_step(setup.step, setup.target, setup.first_batch, lines.append)
+    program = compile_step(setup, lines.append)
     # The first state of the run as it would start, with what it takes from its base.
     state = first_state(setup, lines.append)
     batch = setup.placed(setup.batches[0])
     with memory_of("the first step"):
         state, metrics = program(state, batch)
-        first = as_logged(jax.device_get(metrics))
+        first = as_logged(metrics)
         # The second call: the first one loads the program.
         start = time.perf_counter()
         _, metrics = program(state, batch)

@@ -16,7 +16,7 @@ def run(args: PrepareArguments, config: RunConfig) -> int:
     if config.tokenizer.added:
         base = ModelFiles(config.run.init_from)
         origin = base.or_begun(config.run)
-        model, tokenizer = with_vocabulary_of(base, origin, config.model, config.tokenizer)
+        model, tokenizer, _ = with_vocabulary_of(base, origin, config.model, config.tokenizer)
         config = dataclasses.replace(config, model=model, tokenizer=tokenizer)
 
     def log(line: str) -> None:

@@ -26,7 +26,7 @@ from jaxformer.arrays.out_of_memory import is_out_of_memory
 from jaxformer.arrays.private_jax import private
 from jaxformer.cluster import processes
 from jaxformer.cluster.processes import BEATS, LOST, LostProcess, Place, exchange, here, together
-from jaxformer.cluster.signals import STOPPING, Stopped, current, name_of
+from jaxformer.cluster.signals import STOPPING, Stopped, current, end, name_of
 from jaxformer.config.format import escaped
 from jaxformer.config.settings import Log
 from jaxformer.config.train import LaunchConfig
@@ -194,7 +194,7 @@ def _launched(settings: LaunchConfig) -> tuple[str, RunProcess]:
         if listed is None:
             gpus = len(glob.glob("/dev/nvidia[0-9]*"))
         else:
-            gpus = len([entry for entry in listed.split(",") if entry.strip()])
+            gpus = len(re.findall(r"[^,\s]+", listed))
         # How many processes this machine has. Slurm lists all machines, as in 4(x2),3.
         text = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get(
             "SLURM_STEP_TASKS_PER_NODE", "1"
@@ -203,7 +203,9 @@ def _launched(settings: LaunchConfig) -> tuple[str, RunProcess]:
         for tasks, _, machines in re.findall(r"(\d+)(\(x(\d+)\))?", text):
             counts += [int(tasks)] * int(machines or 1)
         node = int(os.environ.get("SLURM_NODEID", 0))
-        local_count = counts[node] if node < len(counts) else counts[0]
+        local_count = counts[0]
+        if node < len(counts):
+            local_count = counts[node]
         if local_index is None or local_count == 1 or gpus <= 1:
             # The only process, or one that the launcher gave its GPU.
             return name, RunProcess(index, count, address)
@@ -243,10 +245,10 @@ class Channel:
             return {}
         if not isinstance(message, dict):
             return {}
-        return {
-            key: escaped(value) if isinstance(value, str) else value
-            for key, value in message.items()
-        }
+        for key, value in message.items():
+            if isinstance(value, str):
+                message[key] = escaped(value)
+        return message
 
     def is_open(self) -> bool:
         try:
@@ -425,7 +427,8 @@ class RollCall:
         name = f"process {other} ({self.hosts[other]})"
         ended_well = False
         while message := channel.read():
-            ended_well = ended_well or "bye" in message or "failed" in message
+            if message.keys() & {"bye", "failed"}:
+                ended_well = True
             if type(message.get("at")) is int:
                 self._hear(other, message["at"], str(message.get("place"))[:LONGEST_NAME])
                 self._first_waits = str(message.get("waits", ""))
@@ -442,9 +445,10 @@ class RollCall:
     def _hear(self, index: int, number: int, name: str) -> None:
         """Notes how far a process says that it has come."""
         known = self._places[index]
-        now = self._beats
-        came = known.came if number == known.number else now
-        self._places[index] = Place(number, name, came, now)
+        came = self._beats
+        if number == known.number:
+            came = known.came
+        self._places[index] = Place(number, name, came, self._beats)
 
     def _beat(self) -> None:
         """Tells the others how far this process has come, BEATS times in LONG_SECONDS, and says
@@ -460,8 +464,9 @@ class RollCall:
                 told = place.number
                 advice = "Look whether it hangs; a signal to any other process ends the run."
                 print(f"waiting: {late} {advice}", file=sys.stderr, flush=True)
-            waits = late if self.index == 0 else ""
-            self._send(at=place.number, place=place.name, waits=waits)
+            if self.index:
+                late = ""  # what process 0 says counts
+            self._send(at=place.number, place=place.name, waits=late)
 
     def _late(self) -> str:
         """Which processes of those that this one hears are behind or silent, where this one has not
@@ -484,8 +489,9 @@ class RollCall:
 
     def waits(self) -> str:
         """For whom this process has waited for LONG_SECONDS, by itself or as process 0 says."""
-        is_still = self._beats - self._places[self.index].came >= BEATS
-        return self._late() or (self._first_waits if is_still else "")
+        if self._beats - self._places[self.index].came < BEATS:
+            return ""
+        return self._late() or self._first_waits
 
     def _end_with(self, text: str, number: int | None = None) -> None:
         """Another process has ended, by itself or by a signal: tells the rest, and ends this one
@@ -505,15 +511,18 @@ class RollCall:
             request = current()
             if not self._closed.is_set() and (request is None or request.signal is None):
                 os.kill(os.getpid(), number)
-            grace = SAVE_GRACE if request is not None and request.holding else STOP_GRACE
+            grace = STOP_GRACE
+            if request is not None and request.holding:
+                grace = SAVE_GRACE
         if not self._closed.wait(grace):
             self._exit()
 
     def _exit(self) -> NoReturn:
         error = self._error()
-        kind = "interrupted" if isinstance(error, Stopped) else "lost process"
-        print(f"{kind}: {error}", file=sys.stderr, flush=True)
-        os._exit(128 + error.signal if isinstance(error, Stopped) else LOST)
+        if isinstance(error, Stopped):
+            end(error.signal, f"interrupted: {error}")
+        print(f"lost process: {error}", file=sys.stderr, flush=True)
+        os._exit(LOST)
 
     def _error(self) -> LostProcess | Stopped:
         """The error by which this process ends, after another one has ended."""
@@ -531,7 +540,9 @@ class RollCall:
         instead where another process that has ended is the cause."""
         # An error in this process may follow from the end of another one, of which word is still on
         # its way. Without a wait the message would name this process.
-        seconds = 0.0 if isinstance(error, expected) else 1.0
+        seconds = 1.0
+        if isinstance(error, expected):
+            seconds = 0.0
         # A save whose collective fails raises NotSaved, from an error of JAX.
         cause: BaseException | None = error
         while cause is not None:
@@ -564,8 +575,10 @@ class RollCall:
     def wait_for_others(self, seconds: float) -> None:
         """Waits in process 0 until the others have ended, for at most `seconds` in all: JAX aborts
         them when its service is gone, so process 0 has to end last."""
+        if self.index:
+            return
         deadline = time.monotonic() + seconds
-        for watch in self._watches if self.index == 0 else ():
+        for watch in self._watches:
             watch.join(max(deadline - time.monotonic(), 0.0))
 
     def initialize(self, devices: list[int] | None, timeout: float) -> None:

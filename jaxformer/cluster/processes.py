@@ -111,12 +111,12 @@ def require_same(values: Mapping[str, str]) -> None:
     if jax.process_count() == 1:
         return
     first, *others = (json.loads(text) for text in exchange(json.dumps(values)))
-    lines = [
-        f"{name}: {first.get(name)} in process 0, {other.get(name)} in process {index}"
-        for index, other in enumerate(others, start=1)
-        for name in first | other
-        if first.get(name) != other.get(name)
-    ]
+    lines = []
+    for index, other in enumerate(others, start=1):
+        for name in first | other:
+            value = first.get(name)
+            if value != other.get(name):
+                lines.append(f"{name}: {value} in process 0, {other.get(name)} in process {index}")
     if lines:
         raise ConfigError(
             f"the processes of this run do not agree:\n  {first_of(lines)}\nStart the same command"
@@ -192,15 +192,16 @@ class StopAgreement:
         # batch.
         key = f"{self._prefix}/evaluation/{self._evaluations}/{batch}"
         if jax.process_index() == 0:
-            request = self._request()
-            client().key_value_set(key, "" if request is None else str(request[1]))
-        number = read_key(key)
-        return int(number) if number else None
+            _, number = self._request() or (0, 0)
+            client().key_value_set(key, str(number))
+        return int(read_key(key)) or None
 
     def at_end(self, signal: int | None) -> int | None:
         """The signal that any process received, None where none did."""
-        numbers = [text for text in exchange("" if signal is None else str(int(signal))) if text]
-        return int(numbers[0]) if numbers else None
+        for text in exchange(str(int(signal or 0))):
+            if text != "0":
+                return int(text)
+        return None
 
     def _publish(self, signal: int | None) -> None:
         """Tells the others of a signal, once."""

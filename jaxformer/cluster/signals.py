@@ -108,9 +108,10 @@ class StopRequest:
 
     def ending(self) -> str:
         """The message where a signal ends a program at once."""
-        waits = self.waits()
-        why = f" It waited: {waits}" if waits else ""
-        return f"interrupted: stopped by {self.name} {self.while_doing}".rstrip() + why
+        text = f"interrupted: stopped by {self.name} {self.while_doing}".rstrip()
+        if waits := self.waits():
+            text += f" It waited: {waits}"
+        return text
 
 
 def end(number: int, message: str) -> None:
@@ -172,7 +173,9 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
         for number, handler in previous.items():
             # After a finished run the process has only to exit, and the previous handler might end
             # it with the status of a failure.
-            signal.signal(number, signal.SIG_IGN if ends and request.finished else handler)
+            if ends and request.finished:
+                handler = signal.SIG_IGN
+            signal.signal(number, handler)
         if watch is not None:
             watch.close()
 

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -55,16 +54,6 @@ class RowBlocks:
 
 
 ALL = RowBlocks()
-
-
-class BatchesByStep(Protocol):
-    """The batches of a run, each a function of its step."""
-
-    def __getitem__(self, step: int, /) -> NumpyBatch: ...
-
-    def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
-        """Return the batches from step `start` on, prepared ahead."""
-        ...
 
 
 class Batches:

@@ -150,13 +150,15 @@ def looked_at(
     name, since it is asked for with the credentials of the reader.
     """
     run = files.run
-    stated_and_named = {
-        "data.train": (run.data.train, train),
-        "data.validation": (run.data.validation, validation),
-        "run.init_from": (run.run.init_from, init_from),
-    }
-    for name, (stated, named) in stated_and_named.items():
-        for source in named_sources(stated) if named == "" else ():
+    unnamed = dict[str, str]()
+    if not train:
+        unnamed["data.train"] = run.data.train
+    if not validation:
+        unnamed["data.validation"] = run.data.validation
+    if init_from == "":
+        unnamed["run.init_from"] = run.run.init_from
+    for name, stated in unnamed.items():
+        for source in named_sources(stated):
             # The name of a data set may be a directory, which is read without credentials.
             kind, _, rest = source.partition(":")
             folder = Path(rest.partition(":")[0]).expanduser()

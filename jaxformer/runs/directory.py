@@ -2,7 +2,6 @@
 one process at a time."""
 
 import contextlib
-import dataclasses
 import json
 import reprlib
 import uuid
@@ -14,7 +13,7 @@ import jax
 
 from jaxformer.checkpoints.buckets import require_savable
 from jaxformer.config.run import RunConfig, from_json
-from jaxformer.config.settings import VOLATILE, flat, names_marked, with_settings
+from jaxformer.config.settings import VOLATILE, flat, names_marked
 from jaxformer.files import (
     ConfigError,
     first_of,
@@ -30,6 +29,9 @@ from jaxformer.report.metrics import FILE
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.metadata import TOKENIZER_FILES
 
+# The entries of data.json that are names or places.
+RECORD_KINDS = {"labels": list, "learned": list, "base": str, "base_path": str}
+SIZES_OF_DATA = ("model.vocab_size", "model.head.n_classes")
 DIRECTORIES = ("checkpoints", "profile", "tensorboard", "wandb")  # in a run directory
 # What a run writes into its directory.
 FILES_OF_A_RUN = (
@@ -77,20 +79,19 @@ class RunDirectory:
     def record(self) -> dict[str, Any]:
         """What data.json holds; nothing where there is none. Raises ConfigError where its names or
         places are none."""
-        record = read_object(self.data) if self.data.exists() else {}
+        if not self.data.exists():
+            return {}
+        record = read_object(self.data)
         # The directory may come from somebody else, and what is read here becomes names and paths.
-        for key in ("labels", "learned", "base", "base_path"):
-            value = record.get(key)
-            if key in ("labels", "learned"):
-                allowed = "a list of names"
-                fits = isinstance(value, list) and all(isinstance(name, str) for name in value)
-            else:
-                allowed = "a text"
-                fits = isinstance(value, str) and "\0" not in value
-            if key in record and not fits:
-                shown = reprlib.repr(value)[:80]
+        for key, kind in RECORD_KINDS.items():
+            value = record.get(key, kind())
+            # No path has a NUL. The characters of a text are texts, as the names of a list.
+            is_right = isinstance(value, kind) and "\0" not in value
+            if not is_right or not all(isinstance(text, str) for text in value):
+                allowed = {str: "a text", list: "a list of names"}[kind]
                 raise ConfigError(
-                    f"{self.data}: {key}={shown} must be {allowed}: restore the file."
+                    f"{self.data}: {key}={reprlib.repr(value)[:80]} must be {allowed}: restore the"
+                    " file."
                 )
         return record
 
@@ -146,30 +147,22 @@ class RunDirectory:
         and does not begin anew."""
         if run.run.restart or not self.config.is_file():
             return
-        written = self.read_run()
-        model = run.model
-        # Sizes that come from the data, which is not read yet.
-        filled = with_settings(
-            model,
-            {
-                "vocab_size": model.vocab_size or written.model.vocab_size,
-                "head.n_classes": model.head.n_classes or written.model.head.n_classes,
-            },
-        )
-        now = dataclasses.replace(run, model=filled)
         changed = list[str]()
-        old = flat(written)
-        new = flat(now)
+        written = flat(self.read_run())
+        now = flat(run)
         # A volatile setting does not change the numbers of a run.
         volatile = names_marked(RunConfig, VOLATILE)
-        for name in old:
-            if old[name] != new[name] and name not in volatile:
-                changed.append(f"{name}: {old[name]!r} in the directory, {new[name]!r} now")
-        # Its value may change, but not whether the optimizer keeps a window of losses.
-        before = written.train.spike_factor
-        after = run.train.spike_factor
-        if (before == 0) != (after == 0):
-            changed.append(f"train.spike_factor: {before!r} in the directory, {after!r} now")
+        for name, before in written.items():
+            after = now[name]
+            if name in SIZES_OF_DATA and after == 0:
+                # The data, which is not read yet, says it.
+                continue
+            may_change = name in volatile
+            if name == "train.spike_factor":
+                # Its value may change, but not whether the optimizer keeps a window of losses.
+                may_change = bool(before) == bool(after)
+            if before != after and not may_change:
+                changed.append(f"{name}: {before!r} in the directory, {after!r} now")
         if changed:
             fields = "\n  ".join(changed)
             raise ConfigError(
@@ -191,15 +184,17 @@ class RunDirectory:
         now: dict[str, Any] = {**fingerprints}
         if labels:
             now["labels"] = list(labels)
-        before = self.record() if self.data.exists() else now
+        before = now
+        if self.data.exists():
+            before = self.record()
         # A run keeps its id, by which its checkpoints are told from those of another one.
         run_entries = {"run_id": before.get("run_id") or uuid.uuid4().hex}
-        run_entries |= {name: before.get(name, value) for name, value in base.items()}
-        changed = [
-            name
-            for name in {**before, **now}
-            if before.get(name) != now.get(name) and name not in run_entries
-        ]
+        for name, value in base.items():
+            run_entries[name] = before.get(name, value)
+        changed = list[str]()
+        for name in {**before, **now}:
+            if before.get(name) != now.get(name) and name not in run_entries:
+                changed.append(name)
         if changed:
             raise OtherData(
                 f"run.dir={str(self)!r} was begun with other text ({', '.join(changed)} changed),"
@@ -227,9 +222,8 @@ class RunDirectory:
         Only for the command that claimed it, before there is a checkpoint."""
         if jax.process_index():
             return
-        written = [self.config, self.data, self.reference]
-        for path in [*written, *(self.path / name for name in TOKENIZER_FILES)]:
-            path.unlink(missing_ok=True)
+        for name in ("config.json", "data.json", "reference.json", *TOKENIZER_FILES):
+            (self.path / name).unlink(missing_ok=True)
 
     def move_away(self) -> None:
         """Moves what a run has written into a directory there, `before-1` or the next free number.
@@ -260,9 +254,11 @@ class RunDirectory:
             if not self.config.is_file():
                 return
             train = self.read_run().train
-            # The second save waits for the first one.
-            second = 2 * train.checkpoint_every if train.checkpoint_every else train.steps
-            if max(steps) < min(second + 1, train.steps):
+            complete = train.steps
+            if train.checkpoint_every:
+                # The second save waits for the first one.
+                complete = min(2 * train.checkpoint_every + 1, train.steps)
+            if max(steps) < complete:
                 return
             state = "is empty"
         raise ConfigError(
@@ -274,7 +270,8 @@ class RunDirectory:
 
 def identity_of(record: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """What never changes of a run: what data.json holds of its data, its id and its seed."""
+    entries = dict(record)
     # These may change, or follow from what may not.
-    left_out = ("labels", "base_path")
-    entries = {name: value for name, value in record.items() if name not in left_out}
+    for name in ("labels", "base_path"):
+        entries.pop(name, None)
     return entries | {"seed": seed}

@@ -65,14 +65,18 @@ def make_evaluation(
     def evaluate(params: Params, batches: Iterable[Batch]) -> Evaluation:
         found = totals(params, batches)
         # If the loss is not in nats, `val_loss` is the "nats" beside it.
-        nats, weight = found.get("nats") or found.get("loss") or (0.0, 0.0)
+        nats, weight = found.get("nats", found.get("loss", (0.0, 0.0)))
         line = {"val_loss": nats / max(weight, 1)}
         if "bytes" in found:
             line["val_bits_per_byte"] = nats / math.log(2) / max(found["bytes"][0], 1)
         for name, (total, weight) in found.items():
-            # What has no weight, as the loss of a source without rows, has no mean.
-            if name not in ("loss", "nats", "bytes") and (weight or "/" not in name):
-                line[f"val_{name}"] = total / (weight or 1)
+            if name in ("loss", "nats", "bytes"):
+                continue
+            if weight:
+                line[f"val_{name}"] = total / weight
+            elif "/" not in name:
+                # The loss of a source without rows has no mean, and all others are 0.
+                line[f"val_{name}"] = total
         return line
 
     return evaluate
@@ -126,21 +130,20 @@ class Tasks:
                 "train.eval_tasks needs the evaluation harness, which is not installed: pip install"
                 ' "jaxformer[lm_eval]".'
             ) from None
-        specs = [name.strip() for name in names.split(",") if name.strip()]
         # Names of tasks as they are, and files of tasks as paths.
-        paths = list[str]()
-        all_files = True
-        for name in specs:
+        paths = dict[str, str]()
+        has_names = False
+        for name in filter(None, map(str.strip, names.split(","))):
+            paths[name] = name
             if name.endswith((".yaml", ".yml")):
-                paths.append(str(Path(name).expanduser().absolute()))
+                paths[name] = str(Path(name).expanduser().absolute())
             else:
-                paths.append(name)
-                all_files = False
+                has_names = True
         # The index of all tasks of the harness takes seconds.
-        manager = lm_eval.tasks.TaskManager(include_defaults=not all_files)
+        manager = lm_eval.tasks.TaskManager(include_defaults=has_names)
         self._evaluate = functools.partial(
             lm_eval.simple_evaluate,
-            tasks=paths,
+            tasks=[*paths.values()],
             task_manager=manager,
             # Standard errors are not logged, and for some the harness would draw 100,000 samples.
             bootstrap_iters=0,
@@ -156,7 +159,7 @@ class Tasks:
         self._model = HarnessModel(model, "this run", max_gen_toks=count)
         self._model.shows_progress = False  # beside that of training
         with _quiet():
-            for name, path in zip(specs, paths, strict=True):
+            for name, path in paths.items():
                 try:
                     tasks = manager.load([path])["tasks"].values()
                 except Exception as error:  # of a file, a data set or code of the task: anything
@@ -187,14 +190,18 @@ class Tasks:
                 found = self._evaluate(self._model)
         finally:
             self._model.params = {}  # which the next step donates
-        numbers = {}
-        for task, metrics in found["results"].items() if found else ():
+        numbers = dict[str, float]()
+        if not found:
+            return numbers
+        for task, metrics in found["results"].items():
             for name, value in metrics.items():
                 # The harness names a metric with its filter, as in "acc,none".
                 metric, _, filtered = name.partition(",")
-                if isinstance(value, int | float) and filtered and not metric.endswith("_stderr"):
-                    suffix = "" if filtered == "none" else f"/{filtered}"
-                    numbers[f"tasks/{task}/{metric}{suffix}"] = float(value)
+                if not filtered or metric.endswith("_stderr"):
+                    continue
+                if isinstance(value, int | float):
+                    path = f"tasks/{task}/{metric}/{filtered}".removesuffix("/none")
+                    numbers[path] = float(value)
         return numbers
 
 

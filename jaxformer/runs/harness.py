@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -108,7 +109,9 @@ class HarnessModel(TemplateLM):
                 " a language model."
             )
         super().__init__()
-        self.backend = "seq2seq" if config.family == "encoder_decoder" else "causal"
+        self.backend = "causal"
+        if config.family == "encoder_decoder":
+            self.backend = "seq2seq"
         self.tokenizer: Any = model.tokenizer
         self.add_bos_token = add_bos_token
         # The token that ends an answer in a conversation, if any; None before the first one.
@@ -122,9 +125,9 @@ class HarnessModel(TemplateLM):
             batch_size = AUTO_BATCH
         self.batch_size = _count("batch_size", batch_size)
         context = context_of(self.params, config)
-        if max_length is None:
-            max_length = context
-        self.max_length = _count("max_length", max_length, context)
+        self.max_length = context
+        if max_length is not None:
+            self.max_length = _count("max_length", max_length, context)
         self.max_gen_toks = _count("max_gen_toks", max_gen_toks)
 
     @property
@@ -169,9 +172,11 @@ class HarnessModel(TemplateLM):
         """
         try:
             if self._turn_ends is None:
-                asked = chat_history if add_generation_prompt else chat_history[:-1]
+                before_answer = chat_history
+                if not add_generation_prompt:
+                    before_answer = chat_history[:-1]
                 self._turn_ends = set()
-                end = self._template.end_of_turn(asked)
+                end = self._template.end_of_turn(before_answer)
                 if end is not None:
                     self._turn_ends.add(end)
             return self._rendered(chat_history, add_generation_prompt)
@@ -189,7 +194,9 @@ class HarnessModel(TemplateLM):
         *before, last = messages
         marked = last | {"content": f"{last['content']}{PROBE} "}
         text, _, after = self._template.render([*before, marked]).rpartition(PROBE)
-        return text if after.startswith(" ") else text.rstrip()
+        if after.startswith(" "):
+            return text
+        return text.rstrip()
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
@@ -209,9 +216,9 @@ class HarnessModel(TemplateLM):
         if self.add_bos_token is False or not add_special_tokens:
             return ids[prefix_length : len(ids) - suffix_length]
         if self.backend == "seq2seq" and ids[-1:] != [self.eot_token_id]:
-            ids = [*ids, self.eot_token_id]
+            ids.append(self.eot_token_id)
         if self.add_bos_token and not prefix_length:
-            return [self.prefix_token_id, *ids]
+            ids.insert(0, self.prefix_token_id)
         return ids
 
     def stops_of(self, until: Sequence[Any]) -> tuple[list[str], set[int]]:
@@ -222,7 +229,7 @@ class HarnessModel(TemplateLM):
         added = self.tokenizer.encoder.spec()["added_tokens"]
         names = [row["content"] for row in added if row["special"]]
         texts = [self.tokenizer.shown(self.eot_token_id)]
-        ends = {*(self._turn_ends or ())}
+        ends = set(self._turn_ends or ())
         for stop in until:
             if stop in (None, ""):
                 continue
@@ -243,10 +250,13 @@ class HarnessModel(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """Which weights these are, for the results of the harness."""
         leaves = flat_leaves(self.params)
+        revision = ""
+        if self.step is not None:
+            revision = f"step {self.step}"
         return {
             "model_num_parameters": sum(leaf.size for leaf in leaves.values()),
             "model_dtype": self.config.dtype,
-            "model_revision": "" if self.step is None else f"step {self.step}",
+            "model_revision": revision,
             "model_sha": fingerprint(leaves),
             "model_config": dataclasses.asdict(self.config),
         }
@@ -359,7 +369,8 @@ class HarnessModel(TemplateLM):
         """Each row with the results of `token_scores`; zeros without parameters."""
         if not self.params:
             nothing = np.zeros(self.config.vocab_size, np.float32)
-            yield from ((row, nothing[0], nothing[0], nothing) for row in rows)
+            for row in rows:
+                yield row, nothing[0], nothing[0], nothing
             return
         for start_row in range(0, len(rows), self.batch_size):
             self._heed()
@@ -433,7 +444,9 @@ class HarnessModel(TemplateLM):
     @property
     def _beginning(self) -> list[int]:
         """The tokens with which the decoder of an encoder-decoder begins; none of a decoder."""
-        return self.tokenizer.as_target([]) if self.backend == "seq2seq" else []
+        if self.backend == "causal":
+            return []
+        return self.tokenizer.as_target([])  # type: ignore[no-any-return]
 
     def _generated(
         self, contexts: Sequence[str], count: int, stops: Sequence[str], rules: dict[str, Any]
@@ -441,13 +454,25 @@ class HarnessModel(TemplateLM):
         """The numbers of the contexts and their texts, cut at the stops, as the texts end; empty
         texts without parameters."""
         if not self.params:
-            yield from ((number, "") for number in range(len(contexts)))
+            for number in range(len(contexts)):
+                yield number, ""
             return
         beginning = self._beginning
-        most = self._source_length if beginning else self.max_length - count
-        encoded = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
-        _warn(sum(len(prompt) > most for prompt in encoded), len(encoded), most)
-        read = [prompt[-most:] for prompt in encoded]
+        most = self.max_length - count
+        if beginning:
+            most = self._source_length
+        read = list[list[int]]()
+        cut = 0
+        for context in contexts:
+            prompt = self.tok_encode(context) or [self.prefix_token_id]
+            cut += len(prompt) > most
+            read.append(prompt[-most:])
+        _warn(cut, len(read), most)
+        prompts = read
+        sources = None
+        if beginning:
+            prompts = [beginning] * len(read)
+            sources = read
         ends = rules["end_token"]
 
         def text_of(tokens: list[int]) -> str:
@@ -461,11 +486,11 @@ class HarnessModel(TemplateLM):
         texts = refill(
             self.params,
             self.config,
-            [beginning] * len(read) if beginning else read,
+            prompts,
             count,
             rows=self.batch_size,
             key=jax.random.key(np.random.randint(2**31)),  # the harness has seeded NumPy
-            sources=read if beginning else None,
+            sources=sources,
             stopped=stopped,
             **rules,
         )
@@ -494,13 +519,17 @@ class JaxformerLM(HarnessModel):
         for name in GIVEN_TO_ALL:
             arguments.pop(name, None)
         unknown = sorted(arguments.keys() - {*PASSED_ON})
-        if not path or unknown:
+        if not path:
+            unknown = ["no path"]
+        if unknown:
             raise ConfigError(
-                f"--model_args holds {', '.join(unknown) or 'no path'}: the model jaxformer needs"
+                f"--model_args holds {', '.join(unknown)}: the model jaxformer needs"
                 " path=DIRECTORY, and takes step, weights, batch_size, max_length, max_gen_toks,"
                 " dtype and add_bos_token."
             )
-        settings: dict[str, Any] = {} if dtype == "auto" else {"dtype": dtype}
+        settings = dict[str, Any]()
+        if dtype != "auto":
+            settings["dtype"] = dtype
         files = ModelFiles(path)
         model = load(files, step, weights=weights, **settings)
         if model.tokenizer is None:
@@ -572,7 +601,9 @@ def _warn(cut: int, number: int, space: int) -> None:
 def _without_continuation(texts: tuple[str, str] | None) -> ConfigError:
     """The error of a continuation without tokens, which would win with its probability of 1.
     `texts` are the context and the continuation, where they are known."""
-    quoted = "" if texts is None else f" {texts[1]!r} after the context {texts[0]!r}"
+    quoted = ""
+    if texts is not None:
+        quoted = f" {texts[1]!r} after the context {texts[0]!r}"
     return ConfigError(
         f"the continuation{quoted} has no tokens of its own, so it has no likelihood: a task needs"
         " choices that are not empty, and that begin with the space or line that separates them"
@@ -582,7 +613,9 @@ def _without_continuation(texts: tuple[str, str] | None) -> ConfigError:
 
 def _count(name: str, value: Any, limit: int | None = None) -> int:
     """A whole number from 1 to `limit`, as the command line or a caller gives it."""
-    if not str(value).isdecimal() or int(value) < 1 or (limit is not None and int(value) > limit):
-        allowed = "of at least 1" if limit is None else f"from 1 to {limit}"
-        raise ConfigError(f"{name}={value} must be a whole number {allowed}.")
-    return int(value)
+    if str(value).isdecimal() and 1 <= int(value) <= (limit or math.inf):
+        return int(value)
+    allowed = "of at least 1"
+    if limit is not None:
+        allowed = f"from 1 to {limit}"
+    raise ConfigError(f"{name}={value} must be a whole number {allowed}.")

@@ -5,7 +5,6 @@ step reads it."""
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +21,13 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunSettings, TokenizerConfig
 from jaxformer.config.settings import RUN_SETTING, flat, names_marked, with_settings
 from jaxformer.config.variants import SECOND_HEADS
-from jaxformer.data.batches import BatchesByStep
 from jaxformer.files import ConfigError, read_object, write_text
 from jaxformer.losses.pairs import REFERENCE_ARRAYS, reference_log_probs
 from jaxformer.models.transformer import OF_OBJECTIVE, check_model
 from jaxformer.models.transformer import specs as model_specs
 from jaxformer.models.upcycling import dense_of, is_upcycled, upcycle
 from jaxformer.runs.directory import OtherData, RunDirectory
-from jaxformer.runs.loading import fingerprint_below, load_base
+from jaxformer.runs.loading import added_ids, fingerprint_below, load_base
 from jaxformer.runs.model_files import ModelFiles
 from jaxformer.runs.objectives import objective_specs
 from jaxformer.tokenizer import Tokenizer
@@ -112,31 +110,37 @@ def settled_over(
     model: ModelConfig,
     adapter: AdapterConfig,
     tokenizer: TokenizerConfig,
-) -> tuple[ModelConfig, TokenizerConfig, tuple[str, ...]]:
+) -> tuple[ModelConfig, TokenizerConfig, range, tuple[str, ...]]:
     """Return the model and the tokenizer of a run over the model of run.init_from before its data
-    is read, and the labels that its classes begin with. The tokenizer and the labels are those of
-    the base, and of a run that was begun its own."""
+    is read, the ids of the tokens that it adds, and the labels that its classes begin with. The
+    tokenizer and the labels are those of the base, and of a run that was begun its own."""
     origin = base.or_begun(settings)
     # A run that was begun is compared with its own config.json instead.
     if origin is base:
         check_base(model, adapter, base)
-    model, tokenizer = with_vocabulary_of(base, origin, model, tokenizer)
-    has_labels = model.output in ("classes", "tags") and origin.config.output == model.output
-    return model, tokenizer, origin.labels if has_labels else ()
+    model, tokenizer, added = with_vocabulary_of(base, origin, model, tokenizer)
+    labels = tuple[str, ...]()
+    if model.output in ("classes", "tags") and origin.config.output == model.output:
+        labels = origin.labels
+    return model, tokenizer, added, labels
 
 
 def with_vocabulary_of(
     base: ModelFiles, origin: ModelFiles, model: ModelConfig, settings: TokenizerConfig
-) -> tuple[ModelConfig, TokenizerConfig]:
-    """Return the model over `base` with room for the tokens that the run adds to its vocabulary,
-    and the tokenizer: that of `origin`, which is the base, or the run itself where it was begun."""
+) -> tuple[ModelConfig, TokenizerConfig, range]:
+    """Return the model over `base` with room for the tokens that the run adds to its vocabulary;
+    the tokenizer: that of `origin`, which is the base, or the run itself where it was begun; and
+    the ids of these tokens."""
     settings = origin.with_tokenizer(settings)
     if not settings.added:
-        return model, settings
+        return model, settings, range(0)
     tokenizer = Tokenizer.load(settings.path)
-    ids = {name: tokenizer.id_of(name) for name in settings.added}
-    present = [f"{name} ({index})" for name, index in ids.items() if index is not None]
-    if origin is base and present:
+    present = []
+    for name in settings.added:
+        index = tokenizer.id_of(name)
+        if index is not None and origin is base:
+            present.append(f"{name} ({index})")
+    if present:
         raise ConfigError(
             f"tokenizer.add_tokens={settings.add_tokens!r}: the tokenizer of"
             f" run.init_from={str(base)!r} has {', '.join(present)} already: leave out what"
@@ -144,7 +148,8 @@ def with_vocabulary_of(
         )
     size = tokenizer.with_special_tokens(settings.added).vocab_size
     before = model.vocab_size or base.config.vocab_size
-    return dataclasses.replace(model, vocab_size=max(before, size)), settings
+    model = dataclasses.replace(model, vocab_size=max(before, size))
+    return model, settings, added_ids(settings.added, tokenizer)
 
 
 def trunk_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -220,14 +225,14 @@ def warm_start(
     base = load_base(files, mesh, quantize, added, model.vocab_size)
     table = model_specs(model) | objective_specs(objective, model)
     params = base.params
-    routers = set[str]()
+    specs = rows(table)
+    routers = list[str]()
     is_dense = is_upcycled(model, base.config)
     if is_dense and trunk_of(dense_of(model)) == trunk_of(base.config):
         params = upcycle(params, model, lambda spec: placement(mesh, spec.shape, spec.axes))
-        routers = {path for path in rows(model_specs(model)) if ".experts.router" in path}
+        routers = [path for path in specs if ".experts.router" in path]
     # A quantized leaf is one.
     base_leaves = flat_leaves(params, is_leaf=is_custom)
-    specs = rows(table)
     before = base.labels
     same_head = base.config.output == model.output and labels[: len(before)] == before
     new = list[str]()
@@ -238,23 +243,21 @@ def warm_start(
             new.append(path)
     # A parameter on one side alone, or of another shape, is allowed in a head only; the routers of
     # experts are new too.
-    unmatched = [*new, *(path for path in base_leaves if path not in specs)]
-    may_be_new = {path for path in unmatched if path.partition(".")[0] in HEAD_BRANCHES} | routers
-    misfits = [path for path in unmatched if path not in may_be_new]
+    misfits = []
+    for path in {**specs, **base_leaves}:
+        is_matched = path in specs and path not in new
+        if not is_matched and path.partition(".")[0] not in HEAD_BRANCHES and path not in routers:
+            misfits.append(path)
     if misfits:
         raise ConfigError(
             f"run.init_from={str(files)!r} does not fit this model outside of its head:"
             f" {', '.join(misfits)}."
         )
-    drawn: dict[str, Any] = {}
-    if new:
-        drawn_specs = {path: specs[path] for path in new}
-        shardings = {
-            path: placement(mesh, spec.shape, spec.axes) for path, spec in drawn_specs.items()
-        }
-        key = jax.random.key(seed)
-        # One program, whose results are where they belong: the host never has them.
-        drawn = jax.jit(lambda: init_params(drawn_specs, key), out_shardings=shardings)()
+    drawn_specs = {path: specs[path] for path in new}
+    shardings = {path: placement(mesh, spec.shape, spec.axes) for path, spec in drawn_specs.items()}
+    key = jax.random.key(seed)
+    # One program, whose results are where they belong: the host never has them.
+    drawn = jax.jit(lambda: init_params(drawn_specs, key), out_shardings=shardings)()
 
     def leaf(path: str, spec: Spec) -> Any:
         value = drawn.get(path, base_leaves.get(path))
@@ -308,7 +311,9 @@ class Reference:
         def score(params: Params, batch: Any) -> dict[str, jax.Array]:
             return reference_log_probs(params, config, batch)
 
-        shardings = None if mesh is None else dict.fromkeys(REFERENCE_ARRAYS, batch_sharding(mesh))
+        shardings = None
+        if mesh is not None:
+            shardings = dict.fromkeys(REFERENCE_ARRAYS, batch_sharding(mesh))
         options = compiler_options(mesh)
         self._score = jax.jit(score, out_shardings=shardings, compiler_options=options)
 
@@ -352,18 +357,3 @@ class Reference:
         placed = place_batch(batch, self._mesh)
         with on_mesh(self._mesh):
             return {**placed, **self._score(params, placed)}
-
-
-class ScoredBatches:
-    """`batches[step]` is that of the step, scored by a reference."""
-
-    def __init__(self, reference: Reference, batches: BatchesByStep) -> None:
-        self._reference = reference
-        self._batches = batches
-
-    def __getitem__(self, step: int) -> Any:
-        return self._reference(self._batches[step])
-
-    def iterate(self, start: int = 0) -> Iterator[Any]:
-        """The scored batches from step `start` on, the data prepared ahead."""
-        return map(self._reference, self._batches.iterate(start))

@@ -101,7 +101,9 @@ def load(
     check_dtype(dtype)
     if weights not in get_args(Weights):
         raise ConfigError(f"weights={weights!r} is not one of {', '.join(get_args(Weights))}.")
-    files = path if isinstance(path, ModelFiles) else ModelFiles(path)
+    files = path
+    if not isinstance(files, ModelFiles):
+        files = ModelFiles(files)
     if files.kind == "run":
         return _load_run(files, step, mesh, dtype, quantize, base, weights)
     if weights == "average":
@@ -111,7 +113,8 @@ def load(
         raise ConfigError(f"{files} is a {kind}, which has no steps: leave out step={step}.")
     if files.kind == "adapter":
         below = files.below if base is None else ModelFiles(find_base(files.path, base))
-        return _load_adapter(files, load(below, mesh=mesh, dtype=dtype, quantize=quantize), below)
+        loaded = load(below, mesh=mesh, dtype=dtype, quantize=quantize)
+        return _with_adapter(files, dataclasses.replace(loaded, base=below.path))
     if base is not None:
         raise ConfigError(f"{files} is no adapter: leave out base={str(base)!r}.")
     from jaxformer.interop.pretrained import load_pretrained
@@ -126,28 +129,24 @@ def load(
     return Loaded(params, opened.config, tokenizer, opened.labels, problem_type=opened.problem_type)
 
 
-def _load_adapter(files: ModelFiles, base: Loaded, base_files: ModelFiles) -> Loaded:
+def _with_adapter(files: ModelFiles, base: Loaded) -> Loaded:
     """An adapter of peft over its base."""
     from jaxformer.interop.peft_reading import adapted_config, learned_branches, read_adapter
 
     config = adapted_config(files.path, base.config)
     params = base.params
-    labels = base.labels
-    problem_type = base.problem_type
     if config != base.config:
         # The adapter has a head of its own, whose classes it does not name.
         shared_names = model_specs(config).keys() - {"head"}
         params = {name: branch for name, branch in params.items() if name in shared_names}
-        labels = ()
-        problem_type = ""
-    return Loaded(
-        read_adapter(files.path, params, config),
-        config,
-        Tokenizer.find(files.path) or base.tokenizer,
-        labels,
-        base_files.path,
-        learned_branches(files.path, config),
-        problem_type=problem_type,
+        base = dataclasses.replace(base, labels=(), problem_type="")
+    return dataclasses.replace(
+        base,
+        params=read_adapter(files.path, params, config),
+        config=config,
+        tokenizer=Tokenizer.find(files.path) or base.tokenizer,
+        learned=learned_branches(files.path, config),
+        step=None,
     )
 
 
@@ -288,26 +287,33 @@ def params_of_run(
 ) -> tuple[Params, int]:
     """The parameters of a run, as `jf.load` gives them, and their step. A `table` with an adapter
     is over the parameters `below`, which no checkpoint has."""
-    shapes = {"params": _shapes(table, mesh)}
+
+    def shape_of(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
+        # Each with its sharding, on which it is read directly.
+        sharding = placement(mesh, spec.shape, spec.axes)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+
+    shapes = {"params": map_specs(shape_of, table)}
     leaf_shapes = flat_leaves(shapes)
-    unsaved = set[str]()
+    together = dict(leaf_shapes)
     if below is not None:
         from jaxformer.adapters.adapted_params import base_paths, over_base
 
-        unsaved = {f"params.{path}" for path in base_paths(table)}
-    matrices = {
-        f"params.{path}": spec
-        for path, spec in rows(table).items()
-        if quantize is not None and is_quantized(spec, quantize)
-    }
+        for path in base_paths(table):
+            del together[f"params.{path}"]
+    matrices = dict[str, Spec]()
+    if quantize is not None:
+        for path, spec in rows(table).items():
+            if is_quantized(spec, quantize):
+                matrices[path] = spec
+                del together[f"params.{path}"]
 
     def typed(read: Read) -> dict[str, Any]:
         """The leaves as `dtype`; each of the matrices that are quantized is read by itself, after
         all others."""
-        apart = unsaved | matrices.keys()
-        together = {path: shape for path, shape in leaf_shapes.items() if path not in apart}
         leaves = {path: leaf.astype(dtype) for path, leaf in read(together).items()}
-        for path, spec in matrices.items():
+        for name, spec in matrices.items():
+            path = f"params.{name}"
             weight = read({path: leaf_shapes[path]})[path].astype(dtype)
             leaf = quantized_leaf(path, weight, spec, quantize)  # type: ignore[arg-type]
             # Waits, so that no two matrices are in memory unquantized.
@@ -324,31 +330,24 @@ def params_of_run(
     return params, saved_step
 
 
-def _shapes(table: Specs, mesh: Mesh | None) -> Any:
-    """Parameters as shapes, each with its sharding, on which it is read directly."""
-
-    def shape(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
-        sharding = placement(mesh, spec.shape, spec.axes)
-        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
-
-    return map_specs(shape, table)
-
-
 def _from_newest(
     saved: SavedWeights, take: Callable[[Read], dict[str, Any]]
 ) -> tuple[dict[str, Any], int]:
     """What `take` makes of the newest checkpoint that can be read, or of that of the step asked
     for, and its step."""
     run_dir = saved.run_dir
-    step = saved.step
     steps = saved_steps(run_dir)
-    if not steps or (step is not None and step not in steps):
-        present = f"it holds steps {steps}" if steps else "training has not saved one yet"
-        of_step = "" if step is None else f" of step {step}"
-        raise ConfigError(f"{run_dir} has no checkpoint{of_step}: {present}.")
+    if not steps:
+        raise ConfigError(f"{run_dir} has no checkpoint: training has not saved one yet.")
+    if saved.step is not None:
+        if saved.step not in steps:
+            raise ConfigError(
+                f"{run_dir} has no checkpoint of step {saved.step}: it holds steps {steps}."
+            )
+        steps = [saved.step]
     # A damaged checkpoint costs the steps since the one before it, and not the run.
     errors = []
-    for candidate in [step] if step is not None else reversed(steps):
+    for candidate in reversed(steps):
         try:
             return take(reader_of(saved, candidate)), candidate
         except Damaged as error:
@@ -372,13 +371,11 @@ def reader_of(saved: SavedWeights, step: int) -> Read:
     for kind in AVERAGES:
         # Of each parameter that learns, by its dotted path: the names of its array and its number.
         names = dict[str, tuple[str, str]]()
-        for scalar in leaves:
-            if not scalar.startswith("optimizer.") or not scalar.endswith(f".{kind.scalar}"):
-                continue
-            prefix = f"{scalar.removesuffix(kind.scalar)}{kind.leaves}."
-            for name in leaves:
-                if name.startswith(prefix):
-                    names[name.removeprefix(prefix)] = (name, scalar)
+        for name in leaves:
+            before, field, path = name.partition(f".{kind.leaves}.")
+            scalar = f"{before}.{kind.scalar}"
+            if before.startswith("optimizer") and field and scalar in leaves:
+                names[path] = (name, scalar)
         if names:
             return functools.partial(read_average, read, kind, names, leaves)
     if saved.weights == "average":
@@ -441,9 +438,9 @@ def base_below(
         candidates = [init_from]
         recorded = record.get("base_path", "")
         # A record is no setting: it has no URL but that of the setting, and may be a stranger's.
-        if not is_remote(recorded):
+        if recorded != init_from and not is_remote(recorded):
             candidates.append(recorded)
-    paths = list(dict.fromkeys(filter(None, candidates)))
+    paths = list(filter(None, candidates))
     for path in paths:
         files = ModelFiles(path)
         if files.path.exists():
@@ -464,9 +461,11 @@ def require_tokenizer(
     run_dir: Path, tokenizer: Tokenizer | None, record: Mapping[str, Any]
 ) -> None:
     """Raises ConfigError if the tokenizer is not the one that the run was trained with."""
-    recorded = record.get("tokenizer")
-    actual = tokenizer.fingerprint() if tokenizer is not None else None
-    if recorded is not None and actual is not None and recorded != actual:
+    if tokenizer is None:
+        return
+    actual = tokenizer.fingerprint()
+    recorded = record.get("tokenizer", actual)
+    if recorded != actual:
         raise ConfigError(
             f"{run_dir}/tokenizer.json is not the one that the run was trained with: its"
             f" fingerprint is {actual}, and data.json has {recorded}. Restore the file: the same"
@@ -479,7 +478,9 @@ def added_ids(names: tuple[str, ...], tokenizer: Tokenizer) -> range:
     """The ids of the tokens that a run adds, whose tokenizer may have them or not."""
     grown = tokenizer.with_special_tokens(names)
     ids = [index for name in names if (index := grown.id_of(name)) is not None]
-    return range(min(ids), max(ids) + 1) if ids else range(0)
+    if not ids:
+        return range(0)
+    return range(min(ids), max(ids) + 1)
 
 
 def with_new_rows(

@@ -64,8 +64,10 @@ class ModelFiles:
             return "pretrained"
         if (self.path / "config.json").is_file():
             return "run"
-        # The name of a model of the hub is no path here.
-        hub = "" if self.path.exists() else f" (hf download {self} --local-dir DIRECTORY gets one)"
+        hub = ""
+        if not self.path.exists():
+            # The name of a model of the hub is no path here.
+            hub = f" (hf download {self} --local-dir DIRECTORY gets one)"
         raise ConfigError(
             f"{self} has no config.json: give the run.dir of a training run, the directory of a"
             f" Hugging Face model or of an adapter, or a GGUF file{hub}."
@@ -78,13 +80,13 @@ class ModelFiles:
             return RunDirectory(self.path).read_run()
         model = self.config
         length = min(model.max_length, MOST_EVALUATION_TOKENS)
-        has_source = model.family == "encoder_decoder"
+        data = DataConfig(train="", sequence_length=length)
+        if model.family == "encoder_decoder":
+            data = dataclasses.replace(data, objective="seq2seq")
         return RunConfig(
             run=RunSettings(dir=str(self)),
             model=model,
-            data=DataConfig(
-                train="", sequence_length=length, objective="seq2seq" if has_source else "auto"
-            ),
+            data=data,
             tokenizer=TokenizerConfig(path=str(self.tokenizer)),
         )
 
@@ -127,12 +129,12 @@ class ModelFiles:
         or names none."""
         if self.kind == "run":
             return tuple(self.record.get("labels", ()))
-        if self.kind == "adapter":
-            # An adapter with a head of its own does not name the classes of that.
-            if self.config != self.below.config:
-                return ()
-            return self.below.labels
-        return self.opened.labels
+        if self.kind != "adapter":
+            return self.opened.labels
+        # An adapter with a head of its own does not name the classes of that.
+        if self.config != self.below.config:
+            return ()
+        return self.below.labels
 
     @property
     def has_adapter(self) -> bool:
@@ -222,16 +224,21 @@ def text_rules(
             " repeat more than those of transformers.",
             stacklevel=4,
         )
+    suppressed = [*_ids(stored, "suppress_tokens", file)]
+    words = list[tuple[int, ...]]()
     listed = stored.get("bad_words_ids", [])
     if not isinstance(listed, list) or not all(isinstance(word, list) and word for word in listed):
         raise _malformed(file, "bad_words_ids", listed, "a list of lists of token ids")
-    words = [_ids({"bad_words_ids": word}, "bad_words_ids", file) for word in listed]
-    # An end token is no bad word, as in transformers.
-    tokens = [word[0] for word in words if len(word) == 1 and word[0] not in {*ends}]
-    suppressed = [*_ids(stored, "suppress_tokens", file), *tokens]
+    for ids in listed:
+        word = _ids({"bad_words_ids": ids}, "bad_words_ids", file)
+        if len(word) > 1:
+            words.append(word)
+        elif word[0] not in ends:
+            # An end token is no bad word, as in transformers.
+            suppressed.append(word[0])
     rules: dict[str, Any] = {
         "suppress_tokens": tuple(dict.fromkeys(suppressed)),
-        "bad_words": tuple(word for word in words if len(word) > 1),
+        "bad_words": tuple(words),
         "begin_suppress_tokens": _ids(stored, "begin_suppress_tokens", file),
         "forced_eos_token_id": _ids(stored, "forced_eos_token_id", file) or None,
     }
@@ -254,7 +261,9 @@ def _ids(stored: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
     value = stored.get(key)
     if value is None:
         return ()
-    ids = value if isinstance(value, list) else [value]
+    ids = value
+    if not isinstance(value, list):
+        ids = [value]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise _malformed(file, key, value, "token ids, at least 0")
     return tuple(ids)

@@ -243,8 +243,9 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
             f"data.cut={data.cut} says how examples of data.objective=sft are cut, and here is"
             f" data.objective={name}: leave it out."
         )
-    written = data.bos == "never" and name in ("sft", *get_args(PreferenceObjective))
-    if written or (data.bos == "always" and not reads_plain_text(row.template, row.rows)):
+    is_text = reads_plain_text(row.template, row.rows)
+    is_written = name in ("sft", *get_args(PreferenceObjective))
+    if {"never": is_written, "always": not is_text}.get(data.bos, False):
         raise ConfigError(
             f"data.bos={data.bos} says how documents of data.objective=causal begin, and here is"
             f" data.objective={name}, whose rows begin as the tokenizer's template says or in a way"
@@ -258,8 +259,7 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
             f"data.packing={data.packing} cannot be had with {setting}, whose rows are one text:"
             " set it to stream."
         )
-    of_stream = reads_plain_text(row.template, row.rows) and data.packing == "stream"
-    if data.order != "epochs" and not of_stream:
+    if data.order != "epochs" and (not is_text or data.packing != "stream"):
         raise ConfigError(
             f"data.order={data.order} reads one stream of text, for data.objective=causal with"
             f" data.packing=stream, and here are data.objective={name} and"
@@ -304,11 +304,11 @@ def with_chats(
 
 def _fitting(model: ModelConfig) -> list[str]:
     """The objectives that a model can learn."""
-    return [
-        name
-        for name, row in OBJECTIVES.items()
-        if model.family in row.families and model.output == row.head
-    ]
+    names = []
+    for name, row in OBJECTIVES.items():
+        if model.family in row.families and model.output == row.head:
+            names.append(name)
+    return names
 
 
 def objective_specs(name: str, config: ModelConfig) -> Specs:
@@ -344,11 +344,14 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
     if data.messages_field:
         fields = ("messages",)
         template = row.of_messages
+    specials = row.specials
+    if model.family == "decoder":
+        specials = ()
     return Task(
         name,
         row_format(model, data),
         fields_of(fields, data),
-        row.specials if model.family != "decoder" else (),
+        specials,
         _imported(template),
         _imported(row.rows),
         _imported(row.missing),
@@ -391,7 +394,8 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
                 f" params have none: make them of the table jf.specs(config) |"
                 f" objective_specs({objective!r}, config) of jaxformer.runs.objectives."
             )
-        key = key if row.dropout else None
+        if not row.dropout:
+            key = None
         # Within a transform there are no values to look at.
         if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch)):
             from jaxformer.models.inputs import warn_of_padded_batch
@@ -408,4 +412,6 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
 
 def _imported(entry: Any) -> Any:
     """The object that an entry of a row names as "package.module:name", or the entry itself."""
-    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+    if isinstance(entry, str):
+        return pkgutil.resolve_name(entry)
+    return entry

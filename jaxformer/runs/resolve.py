@@ -49,6 +49,12 @@ from jaxformer.training.step import Loss, make_step
 
 # The settings of train that losses take as options; a loss may lack one that is at its default.
 LOSS_SETTINGS = ("label_smoothing", "z_loss", "logits_dtype")
+# The same of the losses of pairs, with the names of their options.
+PAIR_SETTINGS = {
+    "preference_beta": "beta",
+    "preference_margin": "margin",
+    "contrastive_temperature": "temperature",
+}
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 ASSUMED_CLASSES = 2  # of a head, where the data is not read
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
@@ -175,23 +181,24 @@ class Resolved:
     def loss(self) -> Loss:
         """What the run minimizes."""
         train = self.run.train
-        options = {
-            name: getattr(train, name)
-            for name in LOSS_SETTINGS
-            if getattr(train, name) != getattr(TrainConfig, name)
-        }
+        options = self.loss_options
+        for name in LOSS_SETTINGS:
+            value = getattr(train, name)
+            if value != getattr(TrainConfig, name):
+                options[name] = value
         if self.sources:
             options["sources"] = self.sources
-        return loss_of(self.task.name, self.model, **options, **self.loss_options)
+        return loss_of(self.task.name, self.model, **options)
 
     @property
     def is_rowwise(self) -> bool:
         """Whether the loss is a sum over rows that do not read each other, nor its key."""
-        dropout = self.model.has_dropout or self.run.adapter.dropout
         # The balance of experts is that of all rows.
-        if not self.objective.rowwise or self.model.feed_forward == "experts":
+        if self.model.feed_forward == "experts":
             return False
-        return not (dropout and self.objective.dropout)
+        if self.objective.dropout and (self.model.has_dropout or self.run.adapter.dropout):
+            return False
+        return self.objective.rowwise
 
     @property
     def step(self) -> Step:
@@ -221,12 +228,14 @@ def with_sizes(
             f"the data has {len(labels)} label, but a classifier needs at least 2: check"
             " data.label_field."
         )
-    if model.head.n_classes and model.head.n_classes < len(labels):
+    if model.head.n_classes == 0:
+        return with_settings(model, {"head.n_classes": len(labels)})
+    if model.head.n_classes < len(labels):
         raise ConfigError(
             f"model.head.n_classes={model.head.n_classes} is less than the {len(labels)} labels of"
             f" {origin}: set it to 0, which uses their number."
         )
-    return with_settings(model, {"head.n_classes": model.head.n_classes or len(labels)})
+    return model
 
 
 def with_assumed_sizes(model: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -255,6 +264,10 @@ def resolve(run: RunConfig, mesh: AnyMesh, segments: int) -> Resolved:
         that does not serve the run on this platform, an objective that the model cannot learn.
     """
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
+    experts = 0
+    if run.model.feed_forward == "experts":
+        experts = run.model.experts.n
+    check_experts(mesh, experts)
     task = task_of(run.model, run.data)
     objective = OBJECTIVES[task.name]
     source_length = encoded_length(run.model, run.data, run.adapter, segments)
@@ -264,6 +277,7 @@ def resolve(run: RunConfig, mesh: AnyMesh, segments: int) -> Resolved:
         model = with_settings(model, {"dropout": 0.0, "attention.dropout": 0.0})
     # The kernel serves rows of targets and of sources alike.
     length = math.gcd(run.data.sequence_length, source_length)
+    check_length(mesh, length)
     model, kernel = with_kernel(model, run.adapter, length, segments, mesh)
     row_bytes = activation_bytes(model, run.data.sequence_length, source_length)
     pieces = microbatches_of(run.train, objective.sequences * row_bytes, mesh)
@@ -292,13 +306,11 @@ def resolve_without_data(
     if tokenizer.added:
         # Imported here, because only such a run reads the tokenizer of its base.
         from jaxformer.runs.init_from import with_vocabulary_of
-        from jaxformer.runs.loading import added_ids
         from jaxformer.runs.model_files import ModelFiles
-        from jaxformer.tokenizer import Tokenizer
 
         base = ModelFiles(run.run.init_from)
-        model, tokenizer = with_vocabulary_of(base, base.or_begun(run.run), model, tokenizer)
-        added = added_ids(tokenizer.added, Tokenizer.load(tokenizer.path))
+        origin = base.or_begun(run.run)
+        model, tokenizer, added = with_vocabulary_of(base, origin, model, tokenizer)
     model, notes = with_assumed_sizes(model)
     run = dataclasses.replace(run, model=model, tokenizer=tokenizer)
     task = task_of(model, run.data)
@@ -318,19 +330,20 @@ def resolve_without_data(
     }
     segments = 0
     if "segment_ids" in batch:
-        packs = run.data.packing != "stream" or (task.template is not None and task.template.packs)
-        padded = task.name != "causal" and not packs
+        packs = task.name == "causal" or run.data.packing != "stream"
+        if task.template is not None:
+            packs |= task.template.packs
         # A row that is only padded has one text; how many a packed one has, the data says.
         segments = 1
-        if not padded:
+        if packs:
             segments = model.attention.max_segments or ASSUMED_SEGMENTS
-    resolved = resolve(run, mesh, segments)
+    resolved = dataclasses.replace(resolve(run, mesh, segments), added=added, notes=notes)
     if resolved.has_reference:
         # Imported here, because only preferences need it.
         from jaxformer.runs.init_from import with_reference
 
         batch = with_reference(batch, run.train.batch_size, mesh)
-    return dataclasses.replace(resolved, added=added, notes=notes), batch
+    return resolved, batch
 
 
 def run_specs(
@@ -374,12 +387,10 @@ def preference_options(
     """The options of the loss of preferences, or the contrastive one, that a run does not leave at
     their defaults. With an adapter the reference is the model below it."""
     options = dict[str, Any]()
-    if train.preference_beta:
-        options["beta"] = train.preference_beta
-    if train.preference_margin != TrainConfig.preference_margin:
-        options["margin"] = train.preference_margin
-    if train.contrastive_temperature != TrainConfig.contrastive_temperature:
-        options["temperature"] = train.contrastive_temperature
+    for setting, option in PAIR_SETTINGS.items():
+        value = getattr(train, setting)
+        if value != getattr(TrainConfig, setting):
+            options[option] = value
     if objective.reference and adapter.kind != "none":
         # Imported here, because runs without an adapter do not need it.
         from jaxformer.models.adapt import without_adapters
@@ -425,21 +436,19 @@ def with_kernel(
         )
     on = platform(mesh)
     dtype: Any = str(compute_dtype(model, on))
-    shared = adapter.kind == "prefix" or (adapter.kind, model.family) == ("prompt", "decoder")
-    prefix = adapter.tokens if shared else 0
-    check_length(mesh, length)
-    check_experts(mesh, model.experts.n if model.feed_forward == "experts" else 0)
+    prefix = 0
+    if adapter.kind == "prefix" or (adapter.kind, model.family) == ("prompt", "decoder"):
+        prefix = adapter.tokens
     exchange = exchange_of(length, model.n_heads, mesh.shape)
     # Of GPUs; that of Hopper where it is not known. Only an attached device states its own.
     capability: tuple[int, ...] = kernels.HOPPER
     if on == "gpu":
-        device: Any = (
-            mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
-        )
+        device: Any
+        device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
         stated = getattr(device, "compute_capability", None)
         name = name_of(device.device_kind)
         if stated:
-            capability = tuple(int(number) for number in stated.split("."))
+            capability = tuple(map(int, stated.split(".")))
         elif name:
             capability = DEVICES[name].capability
     needs = kernels.Needs.of_run(

@@ -15,6 +15,7 @@ from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import ObjectiveName, RunConfig
 from jaxformer.config.settings import with_settings
+from jaxformer.data.task import Task
 from jaxformer.files import ConfigError
 from jaxformer.generation.beam import beam_search
 from jaxformer.generation.prompts import full_batch, padded, rounded
@@ -29,7 +30,7 @@ from jaxformer.runs.evaluation import (
     unwatched,
 )
 from jaxformer.runs.init_from import Reference
-from jaxformer.runs.loading import Reading, load, require_exclusive
+from jaxformer.runs.loading import Loaded, Reading, load, require_exclusive
 from jaxformer.runs.model_files import ModelFiles, writing_rules
 from jaxformer.runs.objectives import OBJECTIVES, objective_of, task_of, with_chats
 from jaxformer.runs.resolve import check_start, keeps_start, preference_options
@@ -59,21 +60,9 @@ def evaluate_run(
     """
     files = ModelFiles(path)
     run = _on_text(files, validation, train, init_from, objective, cache_dir)
-    # Of a run with an adapter this is the model below it, and of others the reference.
-    base = init_from if init_from and files.has_adapter else None
-    model = load(files, step, base=base, **reading)
-    require_exclusive(model, path)
     task = task_of(run.model, run.data)
-    corpus = data.prepare(
-        run.data,
-        run.tokenizer,
-        task,
-        seed=run.run.seed,
-        vocab_size=run.model.vocab_size,
-        model_labels=data.ModelLabels(model.labels),
-    )
-    if corpus.validation is None or model.tokenizer is None:
-        raise _nothing_held_out(path)
+    model, corpus = _loaded(files, run, task, step, init_from, reading)
+    assert corpus.validation is not None  # `_loaded` refuses a run without
     # As many rows as training computes at a time, which fit its devices.
     rows = run.train.batch_size // run.train.n_microbatches
     heldout = data.evaluation_batches(corpus.validation, run.data, rows)
@@ -122,16 +111,44 @@ def translate_run(
             f"{path} was trained with data.objective={task.name}, but translation needs a model"
             " trained with seq2seq."
         )
-    base = init_from if init_from and files.has_adapter else None
-    model = load(files, step, base=base, **reading)
-    size = run.model.vocab_size
-    corpus = data.prepare(run.data, run.tokenizer, task, seed=run.run.seed, vocab_size=size)
-    records = [piece.record for piece in corpus.validation_records()]
-    if not records or model.tokenizer is None:
-        raise _nothing_held_out(path)
-    sources, references = ([str(record[side]) for record in records] for side in (0, 1))
+    model, corpus = _loaded(files, run, task, step, init_from, reading)
+    sources = list[str]()
+    references = list[str]()
+    for piece in corpus.validation_records():
+        source, reference = piece.record
+        sources.append(str(source))
+        references.append(str(reference))
+    assert model.tokenizer is not None  # `_loaded` refuses a model without
     outputs = translate(model.params, model.config, model.tokenizer, sources, **search)
     return Translations(sources, references, outputs)
+
+
+def _loaded(
+    files: ModelFiles,
+    run: RunConfig,
+    task: Task,
+    step: int | None,
+    init_from: str,
+    reading: Reading,
+) -> tuple[Loaded, data.Corpus]:
+    """The model and the text that it is evaluated on."""
+    # Of a run with an adapter run.init_from is the model below it, and of others the reference.
+    base = None
+    if files.has_adapter:
+        base = init_from or None
+    model = load(files, step, base=base, **reading)
+    require_exclusive(model, files.path)
+    corpus = data.prepare(
+        run.data,
+        run.tokenizer,
+        task,
+        seed=run.run.seed,
+        vocab_size=run.model.vocab_size,
+        model_labels=data.ModelLabels(model.labels),
+    )
+    if corpus.validation is None or model.tokenizer is None:
+        raise _nothing_held_out(files.path)
+    return model, corpus
 
 
 def _nothing_held_out(path: str | Path) -> ConfigError:
@@ -153,12 +170,15 @@ def _on_text(
     if validation or run.data.validation:
         train = train or run.data.train  # which is not read
     row = OBJECTIVES[objective_of(run.model, run.data)]
-    reads_start = run.adapter.kind != "none" or keeps_start(row, run.adapter)
-    if init_from and not reads_start:
-        raise ConfigError(
-            f"{files} is evaluated without the model that it began with: leave out --run.init_from."
-        )
-    run = looked_at(files, cache_dir, train, validation, init_from if reads_start else None)
+    base: str | None = init_from
+    if run.adapter.kind == "none" and not keeps_start(row, run.adapter):
+        if init_from:
+            raise ConfigError(
+                f"{files} is evaluated without the model that it began with: leave out"
+                " --run.init_from."
+            )
+        base = None
+    run = looked_at(files, cache_dir, train, validation, base)
     text = run.data.validation
     if objective != "auto" and is_trained:
         trained = objective_of(run.model, run.data)

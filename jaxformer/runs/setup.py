@@ -150,7 +150,9 @@ class RunSetup(Resolved):
 
     def placed(self, batch: Any) -> Any:
         """A batch on the devices, scored by the reference where there is one."""
-        return self.reference(batch) if self.reference else place_batch(batch, self.mesh)
+        if self.reference:
+            return self.reference(batch)
+        return place_batch(batch, self.mesh)
 
 
 def make_setup(run: RunConfig, log: Log) -> RunSetup:
@@ -160,15 +162,15 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     directory = RunDirectory(run.run.dir)
     # The base, which gives the tokenizer and the labels where the run was not begun before.
     init_from = None
+    added = range(0)
     labels = tuple[str, ...]()
     if run.run.init_from:
         # Imported here, because it reads models of every format.
         from jaxformer.runs.init_from import settled_over
-        from jaxformer.runs.loading import added_ids
         from jaxformer.runs.model_files import ModelFiles
 
         init_from = ModelFiles(run.run.init_from)
-        model, tokenizer, labels = settled_over(
+        model, tokenizer, added, labels = settled_over(
             init_from, run.run, run.model, run.adapter, run.tokenizer
         )
         run = replace(run, model=model, tokenizer=tokenizer)
@@ -201,11 +203,10 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     if corpus.validation:
         heldout = data.evaluation_batches(corpus.validation, run.data, size, blocks)
     # The values of the settings.
-    segments = most_segments(corpus) if "segment_ids" in batches[0] else 0
-    resolved = resolve(run, mesh, segments)
-    if init_from:
-        added = added_ids(run.tokenizer.added, corpus.tokenizer)
-        resolved = replace(resolved, added=added)
+    segments = 0
+    if "segment_ids" in batches[0]:
+        segments = most_segments(corpus)
+    resolved = replace(resolve(run, mesh, segments), added=added)
     if resolved.objective.loss is head_loss:
         resolved = replace(resolved, sources=source_names(corpus.train))
     tasks = None
@@ -238,7 +239,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
 def source_names(rows: Rows) -> tuple[str, ...]:
     """The names of the sources of rows; empty for those of one source."""
     names = tuple(name for name, _ in rows.sources(""))
-    return names if len(names) > 1 else ()
+    if len(names) == 1:
+        return ()
+    return names
 
 
 def published_peak(model: ModelConfig, mesh: Mesh) -> float | None:

@@ -3,8 +3,8 @@ a bad step that of a rollback, with the batches after that of the step."""
 
 import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,7 +13,7 @@ from jaxformer.checkpoints.saving import Checkpoints
 from jaxformer.cluster.processes import require_same, together
 from jaxformer.config.settings import Log
 from jaxformer.config.train import OptimizerConfig
-from jaxformer.data.batches import Batches, BatchesByStep
+from jaxformer.data.batches import Batches
 from jaxformer.data.rows import NumpyBatch
 from jaxformer.files import ConfigError, read_object, store_of, write_text
 from jaxformer.report.metrics import LARGEST_STEP
@@ -97,8 +97,7 @@ def changed_schedule(
     )
 
 
-@dataclass(frozen=True)
-class Rollback:
+class Rollback(NamedTuple):
     """From step `at` on (steps that were done then), batches are taken `skip` later than before."""
 
     at: int
@@ -114,7 +113,7 @@ def read_rollbacks(directory: RunDirectory) -> list[Rollback]:
     entries = read_object(path, advice).get("rollbacks")
     try:
         rollbacks = [Rollback(**entry) for entry in entries]  # type: ignore[union-attr]
-        numbers = [number for one in rollbacks for number in (one.at, one.skip)]
+        numbers = itertools.chain(*rollbacks)
         if all(type(number) is int and 0 <= number <= LARGEST_STEP for number in numbers):
             return rollbacks
     except TypeError:
@@ -124,41 +123,50 @@ def read_rollbacks(directory: RunDirectory) -> list[Rollback]:
 
 def shift(rollbacks: list[Rollback], step: int) -> int:
     """How many batches were left out before the batch of a step, counted from 0."""
-    return sum(rollback.skip for rollback in rollbacks if rollback.at <= step)
+    total = 0
+    for rollback in rollbacks:
+        if rollback.at <= step:
+            total += rollback.skip
+    return total
 
 
 class ShiftedBatches:
-    """The batches of a run with rollbacks: `batches[step]` is batch step + `shift`."""
+    """The batches of a run with rollbacks: `batches[step]` is batch step + `shift`, on the host,
+    and `iterate` gives what `placed` makes of them."""
 
-    def __init__(self, batches: BatchesByStep, rollbacks: list[Rollback]) -> None:
+    def __init__(
+        self, batches: Batches, rollbacks: list[Rollback], placed: Callable[[NumpyBatch], Any]
+    ) -> None:
         self._batches = batches
         self._rollbacks = rollbacks
+        self._placed = placed
 
     def __getitem__(self, step: int) -> NumpyBatch:
-        batch: NumpyBatch = self._batches[step + shift(self._rollbacks, step)]
-        return batch
+        return self._batches[step + shift(self._rollbacks, step)]
 
-    def iterate(self, start: int = 0) -> Iterator[NumpyBatch]:
-        """The batches from step `start` on, prepared ahead between two rollbacks."""
-        later = sorted({rollback.at for rollback in self._rollbacks if rollback.at > start})
-        firsts = [start, *later]
-        # Between two rollbacks the shift is the same.
-        for first, stop in itertools.zip_longest(firsts, later):
-            ahead = self._batches.iterate(first + shift(self._rollbacks, first))
-            yield from itertools.islice(ahead, None if stop is None else stop - first)
+    def iterate(self, start: int = 0) -> Iterator[Any]:
+        """The placed batches from step `start` on, prepared ahead between two rollbacks."""
+        first = start
+        for stop in sorted({rollback.at for rollback in self._rollbacks}):
+            if stop > first:
+                yield from itertools.islice(self._from(first), stop - first)
+                first = stop
+        yield from self._from(first)
+
+    def _from(self, first: int) -> Iterator[Any]:
+        """The batches with the shift of one step."""
+        return map(self._placed, self._batches.iterate(first + shift(self._rollbacks, first)))
 
 
-def batches_of(directory: RunDirectory, batches: BatchesByStep) -> BatchesByStep:
+def batches_of(setup: RunSetup) -> ShiftedBatches:
     """The batches of a run by step, from which a rollback takes some."""
-    if not directory.rollbacks.is_file():
-        return batches
-    return ShiftedBatches(batches, read_rollbacks(directory))
+    return ShiftedBatches(setup.batches, read_rollbacks(setup.directory), setup.placed)
 
 
-def batch_text(batches: Batches, directory: RunDirectory, step: int) -> str:
-    """The rows of the batch of a step, counted from 1, of the run in a directory."""
-    moved = shift(read_rollbacks(directory), step - 1)
-    numbers = batches.row_numbers(step - 1 + moved)
+def batch_text(setup: RunSetup, step: int) -> str:
+    """The rows of the batch of a step of a run, counted from 1."""
+    moved = shift(read_rollbacks(setup.directory), step - 1)
+    numbers = setup.batches.row_numbers(step - 1 + moved)
     return f"its batch: rows {', '.join(map(str, numbers))} of the training data"
 
 
@@ -173,7 +181,7 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
         why = ""
         if can_roll_back:
             why = f"\n  the run was rolled back {BAD_STEPS} times before, which is the limit"
-        message = f"{error}\n  {batch_text(setup.batches, directory, error.step)}{why}"
+        message = f"{error}\n  {batch_text(setup, error.step)}{why}"
         raise Diverged(message, error.step) from None
     # A save may be running. Without its checkpoint a process would go back further than it has to,
     # or to another step than the others.
@@ -196,7 +204,7 @@ def recovered(setup: RunSetup, error: Diverged, checkpoints: Checkpoints, log: L
 
     def write() -> None:
         if jax.process_index() == 0:
-            table = {"rollbacks": [asdict(rollback) for rollback in rollbacks]}
+            table = {"rollbacks": [rollback._asdict() for rollback in rollbacks]}
             write_text(directory.rollbacks, json.dumps(table, indent=2) + "\n", follow=False)
 
     # Before any step is made, so that the same command leaves out the same batches after a kill.

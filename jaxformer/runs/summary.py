@@ -98,7 +98,9 @@ def peak_text(platform: str, flops: float | None) -> str:
     """The peak of a device, to follow its name; empty for CPUs, for which none is published."""
     if flops is not None:
         return f", peak {flops / 1e12:.3g} TFLOP/s each"
-    return "" if platform == "cpu" else ", unknown peak (no MFU)"
+    if platform == "cpu":
+        return ""
+    return ", unknown peak (no MFU)"
 
 
 def data_lines(
@@ -108,16 +110,17 @@ def data_lines(
     its rows are asked for, which would wait for all of it."""
     train = corpus.train
     validation = corpus.validation
-    held_out = f"{human_count(validation.tokens)} held out" if validation else "none held out"
+    held_out = "none"
+    if validation:
+        held_out = human_count(validation.tokens)
     stores = [rows.store for _, rows in train.sources("")]
     in_making = any(isinstance(store, GrowingStore) for store in stores)
     on = "tokens in the making to train on"
     if not in_making:
         on = f"{human_count(train.tokens)} tokens to train on ({train.documents:,} documents)"
-    lines: dict[str, str | list[str]] = {"data": f"{corpus.task.name}: {on}, {held_out}"}
-    beginning = stores[0].beginning if isinstance(stores[0], TokenStore) else ()
-    if beginning:
-        shown = " ".join(map(corpus.tokenizer.shown, beginning))
+    lines: dict[str, str | list[str]] = {"data": f"{corpus.task.name}: {on}, {held_out} held out"}
+    if isinstance(stores[0], TokenStore) and stores[0].beginning:
+        shown = " ".join(map(corpus.tokenizer.shown, stores[0].beginning))
         lines["documents"] = f"begin with {shown}, which is no target (data.bos={bos})"
     if isinstance(train, Mixture):
         shares = train.shares(settings.steps, settings.batch_size)

@@ -54,7 +54,7 @@ from jaxformer.training.loop import (
     fit,
     is_finite,
 )
-from jaxformer.training.program import Metrics, Profile, Step
+from jaxformer.training.program import Metrics, Profile
 from jaxformer.training.spikes import SUCCESSIVE_SPIKES, SpikeLimit, is_spike, spike_text
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch
@@ -73,6 +73,8 @@ PROCESS_SETTINGS = {
 PREPARING = "before a step was made, so nothing was to be saved; the same command starts again."
 SKIPPED_STEPS = "skipped_steps"
 SPIKE_LIMITS = ("loss_limit", "grad_norm_limit")
+# How the names of what an evaluation gives begin in metrics.jsonl.
+EVALUATION_NAMES = ("val_loss", "tasks/")
 
 
 @dataclass(frozen=True)
@@ -112,18 +114,20 @@ def train(run: RunConfig) -> Result:
     the state saved.
     """
     begin = time.monotonic()
-    log: Log = _ignore if run.run.progress == "none" else _print
+    log: Log = _print
+    if run.run.progress == "none":
+        log = _ignore
     with joined(run.launch, log, expected=(Diverged, OutOfMemory), agreed=(Interrupted,)):
         # Without run.launch, which differs from process to process: `agreed` compares all settings,
         # and config.json would say how one of the processes was started.
-        return _train(dataclasses.replace(run, launch=LaunchConfig()), begin)
+        return _train(dataclasses.replace(run, launch=LaunchConfig()), begin, log)
 
 
-def _train(run: RunConfig, begin: float) -> Result:
+def _train(run: RunConfig, begin: float, log: Log) -> Result:
     """Trains, in each of the processes that have joined, in the order of docs/training.md."""
     if jax.process_index():
         run = dataclasses.replace(run, run=dataclasses.replace(run.run, progress="none"))
-    log: Log = _ignore if run.run.progress == "none" else _print
+        log = _ignore
     directory = RunDirectory(run.run.dir)
     with contextlib.ExitStack() as stack, doing(PREPARING):
         run = dataclasses.replace(run, data=with_chats(run.model, run.data, log=log))
@@ -189,9 +193,10 @@ def _train(run: RunConfig, begin: float) -> Result:
 def agreed(setup: RunSetup) -> RunSetup:
     """The setup of this process with the id of the run that process 0 has drawn. Raises ConfigError
     where the settings or the data of two processes differ."""
-    settings = {name: repr(value) for name, value in flat(setup.run).items()}
-    compared = {name: text for name, text in settings.items() if name not in PROCESS_SETTINGS}
-    compared |= {f"data.json: {name}": str(value) for name, value in setup.record.items()}
+    compared = {f"data.json: {name}": str(value) for name, value in setup.record.items()}
+    for name, value in flat(setup.run).items():
+        if name not in PROCESS_SETTINGS:
+            compared[name] = repr(value)
     # Each process has drawn an id, and that of the first one counts.
     run_id = exchange(compared.pop("data.json: run_id"))[0]
     require_same(compared | {"the version of jax": jax.__version__})
@@ -213,18 +218,14 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
 
         def compiling() -> tuple[RunSetup, Future[Any]]:
             if platform(setup.mesh) == "cpu":
-                return setup, thread.submit(
-                    compile_step, setup.step, setup.target, setup.first_batch, log
-                )
+                return setup, thread.submit(compile_step, setup, log)
             proven = with_proven_kernel(setup, log)
             kernels: dict[str, str] = {
                 "the attention kernel": proven.model.attention.kernel,
                 "the kernel of experts": proven.model.experts.kernel,
             }
             require_same(kernels)
-            program = thread.submit(
-                compile_step, proven.step, proven.target, proven.first_batch, log
-            )
+            program = thread.submit(compile_step, proven, log)
             program.result()
             return proven, program
 
@@ -252,12 +253,12 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
         return setup, state, program.result()
 
 
-def compile_step(step: Step, target: TrainState, batch: Any, log: Log) -> Any:
-    """The step compiled ahead of time for a state as shapes and a batch, so that the memory that it
-    needs is logged before it runs."""
+def compile_step(setup: RunSetup, log: Log) -> Any:
+    """The step of a run compiled ahead of time, so that the memory that it needs is logged before
+    it runs."""
     begin = time.perf_counter()
     with memory_of("compiling the step"):
-        compiled = step.lower(target, batch).compile()
+        compiled = setup.step.lower(setup.target, setup.first_batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     log(
         f"Compiled the step in {human_time(time.perf_counter() - begin)}; it needs"
@@ -332,22 +333,20 @@ def _steps(
     heldout = setup.heldout
     tasks = setup.tasks
     before = logged_before(directory, first)
-    evaluate_every = settings.eval_every if heldout else settings.eval_tasks_every
+    evaluate_every = settings.eval_every
+    if not heldout:
+        evaluate_every = settings.eval_tasks_every
     step = CountedStep(program, settings, evaluate_every, setup.unsaved, first)
     evaluation = make_evaluation(
         setup.task.name, setup.model, bytes_of_targets(setup.corpus), setup.evaluation_options
     )
-    batches = batches_of(directory, setup.batches)
-    if setup.reference:
-        from jaxformer.runs.init_from import ScoredBatches
-
-        batches = ScoredBatches(setup.reference, batches)
     hooks = list[Hook]()
-    skips = settings.on_bad_step == "skip"
-    if skips:
-        hooks.append(SkipSteps(BAD_STEPS, before.skipped))
+    limit = 0
+    if settings.on_bad_step == "skip":
+        limit = BAD_STEPS
+        hooks.append(SkipSteps(limit, before.skipped))
     if settings.spike_factor:
-        hooks.append(SpikeLimit(BAD_STEPS if skips else 0))
+        hooks.append(SpikeLimit(limit))
     watch: Watch = unwatched
     logger = None
 
@@ -391,14 +390,16 @@ def _steps(
         state = fit(
             advance,
             state,
-            batches,
+            batches_of(setup),
             steps=settings.steps,
             evaluate=evaluate if heldout or tasks else None,
             evaluate_every=evaluate_every,
             checkpoints=checkpoints,
             hooks=hooks,
         )
-    return state, logger.evaluation if logger else {}
+    if logger is None:
+        return state, {}
+    return state, logger.evaluation
 
 
 class Logged(NamedTuple):
@@ -414,20 +415,21 @@ def logged_before(directory: RunDirectory, step: int) -> Logged:
     evaluation: Evaluation = {}
     skipped = 0
     # A run that begins anew may have lines of one that was killed before its first checkpoint.
-    if not step or not directory.metrics.is_file():
+    if step == 0 or not directory.metrics.is_file():
         return Logged(evaluation, skipped)
     for line in read_metrics(directory.path):
         if line["step"] <= step:
             skipped = max(skipped, line.get(SKIPPED_STEPS, 0))
-        has_results = "val_loss" in line or any(name.startswith("tasks/") for name in line)
-        if has_results and line["step"] == step:
+        if line["step"] == step and any(name.startswith(EVALUATION_NAMES) for name in line):
             evaluation = line
     return Logged(evaluation, skipped)
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
     """Whether a run of `steps` is evaluated after a step: each `every` steps, and at the end."""
-    return (step > 0 and every > 0 and step % every == 0) or step == steps
+    if step == steps:
+        return True
+    return 0 < every <= step and step % every == 0
 
 
 def is_logged(step: int, train: TrainConfig) -> bool:
@@ -452,39 +454,41 @@ class MetricLogger:
         # The step of the last line, and the seconds of the steps since.
         self._logged_to = first
         self._seconds = 0.0
-        self._sums: Mapping[str, Any] | None = None
+        # The fingerprint of the newest state that metrics came with; empty without digests.
+        self._state = ""
 
     def __call__(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         metrics = dict(metrics)
-        # An evaluation without digests is of the same state as the step before it.
-        if STATE in metrics or "step_seconds" in metrics:
-            self._sums = metrics.pop(STATE, None)
-        if "step_seconds" not in metrics:
+        is_step = "step_seconds" in metrics
+        if STATE in metrics:
+            self._state = combined(as_texts(metrics.pop(STATE)))
+        elif is_step:
+            # An evaluation without digests is of the same state as the step before it.
+            self._state = ""
+        if not is_step:
             self.evaluation = metrics
-            self.log.log(step, metrics, self._state())
+            self.log.log(step, metrics, self._state)
             self.progress.update(step, metrics)
             return
-        self._seconds += metrics["step_seconds"]
+        self._seconds += metrics.pop("step_seconds")
         skipped = not is_finite(metrics)
         if skipped:
             self._skipped += 1
             self.progress.log(
                 f"WARNING: step {step} is not finite and was skipped ({self._skipped} of at most"
                 f" {BAD_STEPS}): loss {float(metrics['loss'])}, gradient norm"
-                f" {float(metrics['grad_norm'])}; {self._batch(step)}."
+                f" {float(metrics['grad_norm'])}; {batch_text(self.setup, step)}."
             )
         if is_spike(metrics):
             self.progress.log(
                 f"WARNING: step {step} is a spike and was skipped"
                 f" ({int(metrics[SUCCESSIVE_SPIKES])} in a row, at most {BAD_STEPS}):"
-                f" {spike_text(metrics)};"
-                f" {self._batch(step)}."
+                f" {spike_text(metrics)}; {batch_text(self.setup, step)}."
             )
         if not (skipped or is_spike(metrics) or is_logged(step, self.setup.run.train)):
             self.progress.update(step)
             return
-        values = as_logged(jax.device_get(metrics))
-        del values["step_seconds"]
+        values = as_logged(metrics)
         # Without a limit, as before half of the first window, there is nothing to log.
         for name in SPIKE_LIMITS:
             if values.get(name) == math.inf:
@@ -500,24 +504,18 @@ class MetricLogger:
             values["mfu"] = flops / seconds / (self.setup.peak * self.setup.mesh.size)
         self._logged_to = step
         self._seconds = 0.0
-        self.log.log(step, values, self._state())
+        self.log.log(step, values, self._state)
         self.progress.update(step, values)
-
-    def _batch(self, step: int) -> str:
-        return batch_text(self.setup.batches, self.setup.directory, step)
-
-    def _state(self) -> str:
-        """The fingerprint of the newest state that metrics came with; empty without digests."""
-        return "" if self._sums is None else combined(as_texts(self._sums))
 
 
 def as_logged(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a step under the names of metrics.jsonl, where "loss" is in nats, and
     "objective" is what is minimized, if that is another quantity."""
-    values = {name: float(value) for name, value in metrics.items()}
-    for name in [name for name in values if name.startswith("share/") and not values[name]]:
-        # No row of the batch is of this source.
-        del values[name.replace("share/", "loss/", 1)]
+    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    for name, value in [*values.items()]:
+        if name.startswith("share/") and value == 0:
+            # No row of the batch is of this source.
+            del values[name.replace("share/", "loss/", 1)]
     if "nats" in values:
         values |= {"loss": values.pop("nats"), "objective": values["loss"]}
     return values

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxformer.arrays.sharding import platform
@@ -241,8 +240,8 @@ class RepeatedSteps:
         self.directory = setup.directory
         self.mesh_of_run = read_config(self.directory.config).mesh
         self.starts = [0, *saved_steps(self.directory.path)]
-        self.batches = batches_of(self.directory, setup.batches)
-        self.program = compile_step(setup.step, setup.target, setup.first_batch, quiet)
+        self.batches = batches_of(setup)
+        self.program = compile_step(setup, quiet)
         with on_mesh(setup.mesh):
             self.bound = ROUNDING[str(compute_dtype(setup.model))]
         # The lines of metrics.jsonl with a training loss, by their steps.
@@ -287,7 +286,7 @@ class RepeatedSteps:
         """Return the state after the next step, and its figures; `state` is donated."""
         batch = self.setup.placed(self.batches[int(state.step)])
         state, metrics = self.program(state, batch)
-        return state, as_logged(jax.device_get(metrics))
+        return state, as_logged(metrics)
 
     def figures_of(self, state: TrainState, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Return the figures of a step, with the fingerprint of what checkpoints hold of its

@@ -120,11 +120,11 @@ def fit(
     batch_of = _placed(batches, first, steps, mesh)
     reader = _Reader(first, hooks)
     metrics: Metrics = {}
-    request: StopRequest | None = None
+    # Without checkpoints there is nothing to save, and a signal ends the run at once.
+    request = StopRequest()
     with contextlib.ExitStack() as stack:
         if checkpoints is not None:
-            # Signals are only noted until the last save is on the disk. Without checkpoints there
-            # is nothing to save, and a signal ends the run at once.
+            # Signals are only noted until the last save is on the disk.
             request = stack.enter_context(watched())
             stack.enter_context(request.hold())
             if jax.process_count() > 1:
@@ -142,20 +142,23 @@ def fit(
             if not last:
                 batch = batch_of(number, state)
             result: Mapping[str, float] = {}
-            stop = request is not None and request.asked(number)
-            if evaluate and not stop and (last or _due(number, evaluate_every)):
+            stop = request.asked(number)
+            is_evaluated = last or _due(number, evaluate_every)
+            if evaluate and is_evaluated and not stop:
                 reader.read(number, state, metrics)
                 with reader.paused():
                     try:
                         result = evaluate(evaluation_weights(state.params, state.optimizer))
                         reader.tell(number, state, result)
                     except Stopped:
-                        # Between two batches: the state is saved, and the evaluation is not.
-                        if request is None:
+                        if checkpoints is None:
                             raise
+                        # Between two batches: the state is saved, and the evaluation is not.
                         stop = True
-            is_due = checkpoints is not None and _due(number, checkpoints.every)
-            if last or stop or is_due:
+            is_saved = last or stop
+            if checkpoints is not None:
+                is_saved |= _due(number, checkpoints.every)
+            if is_saved:
                 reader.read(number, state, metrics)
                 # Reads all parameters once a save, which is cheap beside the save itself. A
                 # gradient can be finite and its update overflow, and such a checkpoint could not be
@@ -165,13 +168,13 @@ def fit(
                     with reader.paused():
                         checkpoints.save(state, number, result)
             if stop:
-                assert checkpoints is not None and request is not None
+                assert checkpoints is not None  # without them no signal is noted
                 raise Interrupted(
                     f"stopped by {request.name} after step {number} and saved; the same command"
                     f" continues {checkpoints.directory}.",
                     request.signal or SIGINT,
                 )
-        if checkpoints is not None and request is not None:
+        if checkpoints is not None:
             checkpoints.wait()
             request.heed()  # a signal may have come meanwhile
     return state
@@ -237,8 +240,8 @@ class _Reader:
         # In the loop the next step is running already, so that the device does not wait.
         jax.block_until_ready(metrics)
         if not is_finite(metrics):
-            skips = [hook.skips for hook in self._hooks if hasattr(hook, "skips")]
-            if not any(skip(step, state, metrics) for skip in skips):
+            skipping = [hook for hook in self._hooks if hasattr(hook, "skips")]
+            if not any(hook.skips(step, state, metrics) for hook in skipping):
                 raise diverged(step, state, metrics)
         now = time.perf_counter()
         seconds = now - self._since
@@ -265,17 +268,16 @@ FINITE_METRICS = {"loss": "loss", "grad_norm": "gradient norm"}
 
 def is_finite(metrics: Mapping[str, Any]) -> bool:
     """Return whether the loss and the norm of the gradient are finite numbers."""
-    return all(math.isfinite(float(metrics[name])) for name in FINITE_METRICS if name in metrics)
+    return all(math.isfinite(float(metrics.get(name, 0))) for name in FINITE_METRICS)
 
 
 def diverged(step: int, state: TrainState, metrics: Mapping[str, Any], why: str = "") -> Diverged:
     """Return the error of a step that is not finite; `why` is added to the message as a further
     reason."""
-    values = [
-        f"{label} {float(metrics[name])}"
-        for name, label in FINITE_METRICS.items()
-        if name in metrics
-    ]
+    values = []
+    for name, label in FINITE_METRICS.items():
+        if name in metrics:
+            values.append(f"{label} {float(metrics[name])}")
     return Diverged(f"step {step}: {', '.join(values)}{why}. {DIVERGED_ADVICE}", step, state)
 
 
@@ -368,11 +370,9 @@ def make_totals(sums: Loss) -> Callable[[Any, Iterable[Batch]], Totals]:
             return {}
         result = {}
         for name in sums_of_batches[0]:
-            entries = [batch_sums[name] for batch_sums in sums_of_batches]
-            result[name] = (
-                math.fsum(float(total) for total, _ in entries),
-                math.fsum(float(weight) for _, weight in entries),
-            )
+            entries = zip(*(batch_sums[name] for batch_sums in sums_of_batches), strict=True)
+            total, weight = (math.fsum(map(float, numbers)) for numbers in entries)
+            result[name] = (total, weight)
         return result
 
     return totals

@@ -112,11 +112,7 @@ def skip_spikes(
 def is_spike(metrics: Mapping[str, Any]) -> bool:
     """Return whether the update of a step was left out by `skip_spikes`. One that is not finite is
     no spike, and leaves the count of the spikes before it as it is."""
-    return (
-        SUCCESSIVE_SPIKES in metrics
-        and float(metrics[SUCCESSIVE_SPIKES]) > 0
-        and is_finite(metrics)
-    )
+    return float(metrics.get(SUCCESSIVE_SPIKES, 0)) > 0 and is_finite(metrics)
 
 
 class SpikeLimit:
@@ -134,7 +130,9 @@ class SpikeLimit:
         """Read the count of a step."""
         if not is_spike(metrics) or float(metrics[SUCCESSIVE_SPIKES]) <= self.limit:
             return
-        before = f", and {self.limit} steps in a row were skipped before" if self.limit else ""
+        before = ""
+        if self.limit:
+            before = f", and {self.limit} steps in a row were skipped before"
         raise Diverged(
             f"step {step}: it is a spike, {spike_text(metrics)}{before}. The checkpoints hold no"
             " update of these steps. Raise train.spike_factor to accept them (1e6 accepts all), or"

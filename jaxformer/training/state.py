@@ -73,7 +73,9 @@ def init_state(
 
     shardings = state_shardings(tree, optimizer, mesh, frozen)
     if all(isinstance(leaf, Spec) for leaf in jax.tree.leaves(tree)):  # a table
-        placed = None if mesh is None else shardings
+        placed = None
+        if mesh is not None:
+            placed = shardings
         program = jax.jit(draw, out_shardings=placed, compiler_options=options)
         return program()  # type: ignore[no-any-return]
     learned, still = split_frozen(tree, frozen)
@@ -130,35 +132,30 @@ def abstract_state(
 
 def frozen_paths(tree: Any, trainable: Trainable) -> tuple[str, ...]:
     """Return the dotted paths of the leaves that do not learn, in the order of the tree."""
-    leaves = jax.tree.leaves_with_path(tree)
-    if trainable is None:
-        return tuple(
-            dotted(path + path_in_node)
-            for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_frozen)
-            if _is_frozen(node)
-            for path_in_node, _ in jax.tree.leaves_with_path(node)
-        )
-    if callable(trainable):
-        return tuple(dotted(path) for path, leaf in leaves if not trainable(dotted(path), leaf))
 
-    def spread(learns: Any, branch: Any) -> Any:
-        return jax.tree.map(lambda _: bool(learns), branch)
+    def is_frozen(node: Any) -> bool:
+        """Return whether a row, or a custom leaf with all its arrays, has `trainable` False."""
+        return not getattr(node, "trainable", True)
+
+    flags = trainable
+    if trainable is None:
+        flags = jax.tree.map(lambda node: not is_frozen(node), tree, is_leaf=is_frozen)
+    elif callable(trainable):
+        flags = jax.tree.map_with_path(lambda path, leaf: trainable(dotted(path), leaf), tree)
+    paths = list[str]()
+
+    def add(path: Any, learns: Any, branch: Any) -> None:
+        if not learns:
+            paths.extend(dotted(path + end) for end, _ in jax.tree.leaves_with_path(branch))
 
     try:
-        flags = jax.tree.leaves(jax.tree.map(spread, trainable, tree))
+        jax.tree.map_with_path(add, flags, tree)
     except ValueError as error:
         raise ConfigError(
             "trainable does not fit the parameters: give a pytree of bools of their structure, in"
             f" which one bool may stand for a whole branch, or a function of (path, leaf). {error}"
         ) from error
-    return tuple(
-        dotted(path) for (path, _), learns in zip(leaves, flags, strict=True) if not learns
-    )
-
-
-def _is_frozen(node: Any) -> bool:
-    """Return whether a row, or a custom leaf with all its arrays, has `trainable` False."""
-    return not getattr(node, "trainable", True)
+    return tuple(paths)
 
 
 def split_frozen(params: Params, frozen: tuple[str, ...]) -> tuple[Params, Params]:
@@ -169,12 +166,15 @@ def split_frozen(params: Params, frozen: tuple[str, ...]) -> tuple[Params, Param
         return params, {}
     leaves, structure = jax.tree.flatten_with_path(params)
     frozen_set = set(frozen)
-    learned = []
-    still = []
+    learned = list[Any]()
+    still = list[Any]()
     for path, leaf in leaves:
-        is_still = dotted(path) in frozen_set
-        learned.append(None if is_still else leaf)
-        still.append(leaf if is_still else None)
+        if dotted(path) in frozen_set:
+            learned.append(None)
+            still.append(leaf)
+        else:
+            learned.append(leaf)
+            still.append(None)
     return jax.tree.unflatten(structure, learned), jax.tree.unflatten(structure, still)
 
 
@@ -236,9 +236,8 @@ def state_shardings(
             current = placement(mesh, leaf.shape, leaf.axes)
         else:
             current = getattr(leaf, "sharding", None) or everywhere
-            is_there = isinstance(current, NamedSharding) and current.mesh == mesh
-            if mesh is not None and not is_there:
-                current = replicated(mesh)
+            if mesh is not None and getattr(current, "mesh", None) != mesh:
+                current = everywhere
         table[path] = (tuple(leaf.shape), current)
 
     def sharding_at(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -264,7 +263,9 @@ def mesh_of(state: Any) -> AnyMesh | None:
     """Return the mesh of the arrays of a state; None without one, or while they are traced."""
     # All arrays of a state are on one mesh, so the first that has one decides.
     for leaf in jax.tree.leaves(state):
-        sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        if isinstance(leaf, jax.core.Tracer):
+            continue
+        sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
             return sharding.mesh
     return None

@@ -158,6 +158,7 @@ def test_every_field_is_read_somewhere() -> None:
     from jaxformer.config.variants import SECOND_HEADS
     from jaxformer.data.task import FIELD_SETTINGS
     from jaxformer.layers.pattern import LAYER_PATTERNS, LEADING_LAYERS
+    from jaxformer.runs.resolve import PAIR_SETTINGS
 
     modules = ("run.py", "model.py", "records.py", "train.py")
     inside = [ROOT / "jaxformer/config" / name for name in modules]
@@ -171,7 +172,11 @@ def test_every_field_is_read_somewhere() -> None:
     outside = [path for path in (ROOT / "jaxformer").rglob("*.py") if path not in inside]
     read = {name for path in outside for name in attributes(ast.parse(path.read_text()))}
     read |= {name for node in properties if node.name in read for name in attributes(node)}
-    read |= {row.setting for row in FIELD_SETTINGS.values()} | {*SECOND_HEADS, *MESH_AXES}
+    read |= {row.setting for row in FIELD_SETTINGS.values()} | {
+        *SECOND_HEADS,
+        *MESH_AXES,
+        *PAIR_SETTINGS,
+    }
     read |= {name.rpartition(".")[2] for name in (*LAYER_PATTERNS, *LEADING_LAYERS)}
     unread = [name for name in flat(RunConfig()) if name.rpartition(".")[2] not in read]
     assert not unread

@@ -108,7 +108,7 @@ def test_a_rollback_moves_all_later_batches() -> None:
     rollbacks = [Rollback(at=3, skip=2), Rollback(at=3, skip=1), Rollback(at=6, skip=4)]
     with stored([40] * 10) as made:
         batches = batches_of(made, data(8), 4, 7)
-        shifted = ShiftedBatches(batches, rollbacks)
+        shifted = ShiftedBatches(batches, rollbacks, lambda batch: batch)
         expected = [0, 1, 2, 6, 7, 8, 13, 14, 15]
         for start in (0, 3, 4, 8):
             found = islice(shifted.iterate(start), len(expected) - start)

@@ -38,18 +38,17 @@ def _adafactor(config: OptimizerConfig, specs: Specs) -> optax.GradientTransform
     schedule's own rate. v of a matrix is row x column / mean(row), with the means over inputs and
     outputs by the names of the axes, so that it is the same however the layers are stacked."""
 
-    def zeros(spec: Spec, leaf: jax.Array) -> Any:
+    def kept_of(spec: Spec, squares: jax.Array) -> Any:
         if not is_factored(spec):
-            return jnp.zeros_like(leaf)
+            return squares
         _, left, right = matrix_axes(spec)
         # With axes of length 1, so that both broadcast against the leaf: [layers, inputs, 1] and
         # [layers, 1, outputs].
-        row = [1 if i in right else size for i, size in enumerate(leaf.shape)]
-        column = [1 if i in left else size for i, size in enumerate(leaf.shape)]
-        return jnp.zeros(row, leaf.dtype), jnp.zeros(column, leaf.dtype)
+        return squares.mean(right, keepdims=True), squares.mean(left, keepdims=True)
 
     def init(params: Any) -> AdafactorState:
-        return AdafactorState(jnp.int32(0), map_arrays(zeros, specs, params))
+        zeros = map_arrays(lambda spec, leaf: kept_of(spec, jnp.zeros_like(leaf)), specs, params)
+        return AdafactorState(jnp.int32(0), zeros)
 
     def update(
         updates: Any, state: AdafactorState, params: Any = None
@@ -60,10 +59,7 @@ def _adafactor(config: OptimizerConfig, specs: Specs) -> optax.GradientTransform
         def squares_of(spec: Spec, g: jax.Array, before: Any) -> Any:
             # No division by 0 where a row or a column has no gradient, as the rows of unused
             # tokens.
-            new: Any = jnp.square(g) + EPSILON
-            if is_factored(spec):
-                _, left, right = matrix_axes(spec)
-                new = new.mean(right, keepdims=True), new.mean(left, keepdims=True)
+            new = kept_of(spec, jnp.square(g) + EPSILON)
             return jax.tree.map(lambda v, mean: kept * v + (1 - kept) * mean, before, new)
 
         def direction(spec: Spec, g: jax.Array, squares: Any) -> jax.Array:

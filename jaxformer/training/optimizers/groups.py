@@ -36,9 +36,10 @@ def leaf_groups(config: OptimizerConfig, specs: Specs) -> Any:
     """Return the `Group` of every leaf by optimizer.groups, in the nesting of the table, with a
     decay of 0 for leaves that do not decay. Leaves with a `Spec.sign_rate` are in no group: they
     move by that rate alone."""
-    leaves = {
-        path: spec for path, spec in rows(specs).items() if spec.trainable and not spec.sign_rate
-    }
+    leaves = dict[str, Spec]()
+    for path, spec in rows(specs).items():
+        if spec.trainable and not spec.sign_rate:
+            leaves[path] = spec
     group_of: dict[str, Group] = {}
     # A pattern that fits nothing, or a leaf of two groups, is a typing error more often than a
     # wish.

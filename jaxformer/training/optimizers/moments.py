@@ -156,9 +156,14 @@ def code_book(has_sign: bool) -> np.ndarray:
     twice as many as for the power before. With a sign, half as many, each with both signs."""
     numbers = [0.0, 1.0]
     for exponent in range(7):
-        edges = np.linspace(0.1, 1, 2**exponent * (1 if has_sign else 2) + 1)
+        parts = 2**exponent
+        if not has_sign:
+            parts *= 2
+        edges = np.linspace(0.1, 1, parts + 1)
         centers = 10.0 ** (exponent - 6) * (edges[:-1] + edges[1:]) / 2
-        numbers += [*centers, *(-centers if has_sign else ())]
+        numbers += [*centers]
+        if has_sign:
+            numbers += [*-centers]
     return np.sort(np.array(numbers, np.float32))
 
 

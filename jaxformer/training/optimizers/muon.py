@@ -100,9 +100,11 @@ def scale_by_normuon(config: OptimizerConfig, specs: Specs) -> optax.GradientTra
     def of_neurons(spec: Spec, parameter: jax.Array) -> NamedAxes:
         """Return v of a leaf, whose axes of inputs have length 1."""
         inputs = axes_of(spec).left
-        shape = [1 if i in inputs else length for i, length in enumerate(parameter.shape)]
-        axes = tuple(None if i in inputs else axis for i, axis in enumerate(spec.axes))
-        return NamedAxes(jnp.zeros(shape, parameter.dtype), axes)
+        axes = list[str | None](spec.axes)
+        for i in inputs:
+            axes[i] = None
+        zeros = jnp.zeros_like(parameter).mean(inputs, keepdims=True)
+        return NamedAxes(zeros, tuple(axes))
 
     def axes_of(spec: Spec) -> Any:
         return _axes(config, spec)

@@ -23,7 +23,13 @@ from jaxformer.training.optimizers.moments import with_stored_moments
 from jaxformer.training.optimizers.muon import muon, normuon
 from jaxformer.training.optimizers.soap import soap
 from jaxformer.training.optimizers.sophia import sophia
-from jaxformer.training.optimizers.update_rule import ADAM, UpdateRule, map_arrays, of_entries
+from jaxformer.training.optimizers.update_rule import (
+    ADAM,
+    UpdateRule,
+    map_arrays,
+    matrix_axes,
+    of_entries,
+)
 
 
 def _schedule_free(
@@ -82,14 +88,15 @@ OPTIMIZERS: Table[UpdateRule] = Table(
 def unread(config: OptimizerConfig) -> list[str]:
     """Return the settings of rules, with their values, that differ from the default and that the
     chosen rule does not read."""
-    default = OptimizerConfig()
-    changed = []
-    for name in dict.fromkeys(name for row in OPTIMIZERS.values() for name in row.reads):
-        value = getattr(config, name)
-        # A default says nothing about what the user meant.
-        if value != getattr(default, name) and name not in OPTIMIZERS[config.name].reads:
-            changed.append(f"optimizer.{name}={value}")
-    return changed
+    changed = dict[str, None]()  # in their order, each once
+    for row in OPTIMIZERS.values():
+        for name in row.reads:
+            value = getattr(config, name)
+            # A default says nothing about what the user meant.
+            is_default = value == getattr(OptimizerConfig, name)
+            if not is_default and name not in OPTIMIZERS[config.name].reads:
+                changed[f"optimizer.{name}={value}"] = None
+    return [*changed]
 
 
 def make_optimizer(
@@ -102,7 +109,10 @@ def make_optimizer(
     factors = leaf_groups(config, specs)
     # Gradients are smaller by the growth of the width, and so is eps (arXiv:2505.01618, table 1).
     growth = max((spec.growth[0] for spec in jax.tree.leaves(specs) if spec.trainable), default=1)
-    rule = row.rule(replace(config, eps=config.eps / growth) if growth != 1 else config, specs)
+    of_rule = config
+    if growth != 1:
+        of_rule = replace(config, eps=config.eps / growth)
+    rule = row.rule(of_rule, specs)
     if config.moments != "float32":
         if not row.moments:
             rules = ", ".join(name for name in OPTIMIZERS if OPTIMIZERS[name].moments)
@@ -149,7 +159,7 @@ def width_factors(config: OptimizerConfig, specs: Specs) -> dict[str, Any]:
     if all(spec.base_fans is None for spec in jax.tree.leaves(specs)):
         return map_specs(lambda _, spec: 1.0, specs)
     if factor is None:
-        able = [name for name in OPTIMIZERS if OPTIMIZERS[name].width_factor]
+        able = [name for name, row in OPTIMIZERS.items() if row.width_factor]
         raise ConfigError(
             f"optimizer.name={config.name!r} has no rule by which its learning rate holds at all"
             f" widths, as model.parametrization='mup' asks: use one of {', '.join(able)}, or the"
@@ -182,7 +192,8 @@ def cautious(
     rule = optax.with_extra_args_support(rule)
 
     def mask(spec: Spec, update: jax.Array, gradient: jax.Array) -> jax.Array:
-        single = tuple(i for i, axis in enumerate(spec.axes) if axis not in spec.batch)
+        _, left, right = matrix_axes(spec)
+        single = left + right
         size = math.prod(spec.shape[i] for i in single)
         # Larger by n / (kept + 1), so that the update keeps about its size.
         kept = (update * gradient > 0).astype(update.dtype)
@@ -256,7 +267,9 @@ def average_of_weights(decay: float, start: int = 0) -> optax.GradientTransforma
         count = jnp.maximum(steps - start, 1)
         # w_n. 1 - d^n is -expm1(n log d), which does not cancel where d is near 1.
         number = count.astype(jnp.float32)
-        share = 1 / number if decay == 1 else (1 - decay) / -jnp.expm1(number * math.log(decay))
+        share = 1 / number
+        if decay < 1:
+            share = (1 - decay) / -jnp.expm1(number * math.log(decay))
 
         def moved(average: jax.Array, new: jax.Array) -> jax.Array:
             new = new.astype(jnp.float32)

@@ -39,7 +39,9 @@ def schedule_text(config: OptimizerConfig, steps: int) -> str:
             f"{last:.3g} in the last step, within the warm-up of {warmup:,} steps: the run never"
             f" reaches its peak, {peak:.3g}"
         )
-    rise = f"warm-up of {warmup:,} steps to {peak:.3g}" if warmup else f"{peak:.3g}"
+    rise = f"{peak:.3g}"
+    if warmup:
+        rise = f"warm-up of {warmup:,} steps to {rise}"
     return f"{rise}, then {config.schedule}; {last:.3g} in the last step"
 
 

@@ -40,8 +40,8 @@ def _sophia(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformati
     eps = config.eps
 
     def init(params: Any) -> SophiaState:
-        zeros = (optax.tree.zeros_like(params) for _ in range(2))
-        return SophiaState(jnp.int32(0), *zeros)
+        zeros = optax.tree.zeros_like
+        return SophiaState(jnp.int32(0), zeros(params), zeros(params))
 
     def update(
         updates: Any,

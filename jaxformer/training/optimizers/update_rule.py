@@ -84,8 +84,14 @@ class MatrixAxes(NamedTuple):
 def matrix_axes(spec: Spec, beside: Collection[str] = ()) -> MatrixAxes:
     """Return the axes of the matrices of a leaf. `beside` are names of axes that count matrices
     too, as the batch axes of the spec do."""
-    names = (*spec.batch, *beside)
-    batch = tuple(i for i, axis in enumerate(spec.axes) if axis in names)
-    single = [i for i in range(len(spec.axes)) if i not in batch]
-    left = tuple(i for i in single if spec.axes[i] in spec.inputs)
-    return MatrixAxes(batch, left, tuple(i for i in single if i not in left))
+    batch = []
+    left = []
+    right = []
+    for i, axis in enumerate(spec.axes):
+        if axis in spec.batch or axis in beside:
+            batch.append(i)
+        elif axis in spec.inputs:
+            left.append(i)
+        else:
+            right.append(i)
+    return MatrixAxes(tuple(batch), tuple(left), tuple(right))
