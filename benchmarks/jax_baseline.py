@@ -18,6 +18,7 @@ from steps import ready_on_random_tokens  # noqa: E402
 from workloads import WORKLOADS, shrunk, with_sizes  # noqa: E402
 
 from jaxformer.config.run import RunConfig  # noqa: E402
+from jaxformer.config.settings import with_settings  # noqa: E402
 from jaxformer.models.stack import compute_dtype  # noqa: E402
 
 
@@ -84,9 +85,11 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=0, help="0 selects them as a run does")
     parser.add_argument("--save-weights", default="", help="write the initial values to this .npz")
     parser.add_argument("--smoke", action="store_true", help="the workload shrunk")
+    parser.add_argument("--dtype", default="auto", help="model.dtype")
     options = parser.parse_args()
     run = shrunk(WORKLOADS[options.workload]) if options.smoke else WORKLOADS[options.workload]
     run = with_sizes(run, options.batch, options.microbatches)
+    run = with_settings(run, {"model.dtype": options.dtype})
     trainer = Trainer(run, options.save_weights)
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
     device = jax.devices()[0].device_kind

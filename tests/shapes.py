@@ -89,7 +89,7 @@ def products_of(jaxpr):
     """The dtypes of the operands of every product in a program."""
     found = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name in ("dot_general", "narrow_product"):
             found.append({str(operand.aval.dtype) for operand in eqn.invars})
         for inner in jaxprs_in_params(eqn.params):
             found += products_of(inner)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxformer.arrays.params import Params, Spec, Specs, lookup, normal
+from jaxformer.arrays.params import Params, Spec, Specs, lookup, normal, product
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.variants import BIASED_SCORES
 from jaxformer.layers.linear import INITIALIZERS
@@ -128,8 +128,8 @@ def disentangled_bias(
     row = log_bucket(-key_distances(mask), config.relative.buckets, config.relative.distance)
     row = row[:, None, None]  # [B or 1, 1, 1, T, S]
     # [B, K, G, T, R] and [B, K, G, R, S] for all R rows, of which each pair then takes one.
-    of_queries = jnp.einsum("BTKGH,RKH->BKGTR", q, k_rows[0]).astype(jnp.float32)
-    of_keys = jnp.einsum("BSKH,RKGH->BKGRS", k, q_rows[0]).astype(jnp.float32)
+    of_queries = product("BTKGH,RKH->BKGTR", q, k_rows[0]).astype(jnp.float32)
+    of_keys = product("BSKH,RKGH->BKGRS", k, q_rows[0]).astype(jnp.float32)
     # That is R products of width H for each query and each key, instead of one for each pair, and
     # R (T + S) numbers in memory for each head.
     bias = jnp.take_along_axis(of_queries, row, axis=-1)

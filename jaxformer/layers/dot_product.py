@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxformer.arrays.params import wide_product
+from jaxformer.arrays.params import product, wide_product
 from jaxformer.layers.linear import dropout
 from jaxformer.layers.masks import AttentionMask, Scoring, visible
 
@@ -74,9 +74,9 @@ def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
     weights = weights.astype(v.dtype)
     if weights.shape[-2] == 1:
         # One query, as in decoding. XLA for CPUs would transpose all values for the other equation.
-        out = jnp.einsum("...KGTS,...SKH->...KGTH", weights, v)
+        out = product("...KGTS,...SKH->...KGTH", weights, v)
         return out.reshape(*out.shape[:-4], 1, -1, out.shape[-1])
-    out = jnp.einsum("...KGTS,...SKH->...TKGH", weights, v)
+    out = product("...KGTS,...SKH->...TKGH", weights, v)
     return out.reshape(*out.shape[:-3], -1, out.shape[-1])
 
 

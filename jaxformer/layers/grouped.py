@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxformer.arrays.params import product
 from jaxformer.config.settings import ImportedRow, Table
 from jaxformer.config.variants import ExpertKernel
 
@@ -40,12 +41,12 @@ def _dense(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = Fals
     index = jnp.arange(len(x))
     # JAX's own gradient of w multiplies the rows of no group by 0, and they may be NaN.
     x = jnp.where((index < ends[-1])[:, None], x, 0)
-    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+    equation = "MA,BA->MB" if transposed else "MA,AB->MB"
 
     def add(total: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
         matrix, start, end = group
         of_group = (index >= start) & (index < end)
-        y = jax.lax.dot_general(x, matrix, contracted)
+        y = product(equation, x, matrix)
         return jnp.where(of_group[:, None], y, total), None
 
     zeros = jnp.zeros((len(x), w.shape[1 if transposed else 2]), x.dtype)
@@ -59,7 +60,7 @@ def _dense_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     def of_group(bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows = ((index >= bounds[0]) & (index < bounds[1]))[:, None]
         x_of_group, dy_of_group = (jnp.where(rows, array, 0) for array in (x, dy))
-        return jax.lax.dot_general(x_of_group, dy_of_group, (((0,), (0,)), ((), ())))
+        return product("MA,MB->AB", x_of_group, dy_of_group)
 
     return jax.lax.map(of_group, (ends - sizes, ends))
 
@@ -116,13 +117,13 @@ def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False
     width = w.shape[1 if transposed else 2]
     # A block that begins in the last rows reads and writes beyond them.
     padded = jnp.pad(x, ((0, blocks.rows), (0, 0)))
-    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+    equation = "MA,BA->MB" if transposed else "MA,AB->MB"
 
     def add(i: jax.Array, out: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(padded, blocks.start[i], blocks.rows)
         matrix = jax.lax.dynamic_index_in_dim(w, blocks.group[i], keepdims=False)
         of_block = (jnp.arange(blocks.rows) < blocks.real[i])[:, None]
-        y = jnp.where(of_block, jax.lax.dot_general(rows, matrix, contracted), 0)
+        y = jnp.where(of_block, product(equation, rows, matrix), 0)
         return jax.lax.dynamic_update_slice_in_dim(out, y, blocks.start[i], 0)
 
     out = jnp.zeros((len(padded), width), x.dtype)
@@ -140,9 +141,7 @@ def _loop_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
         )
         # Both, because what is not of the group may be NaN.
         rows, gradient = (jnp.where(of_block[:, None], array, 0) for array in (rows, gradient))
-        y = jax.lax.dot_general(
-            rows, gradient, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        y = product("MA,MB->AB", rows, gradient, jnp.float32)
         before = jax.lax.dynamic_index_in_dim(total, blocks.group[i], keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(total, before + y, blocks.group[i], 0)
 

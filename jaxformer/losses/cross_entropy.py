@@ -34,7 +34,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxformer.arrays.params import CustomLeaf, Weight, contract, is_custom
+from jaxformer.arrays.params import CustomLeaf, Weight, contract, is_custom, product
 from jaxformer.arrays.sharding import (
     ACTIVATION_RULES,
     PARAMETERS,
@@ -501,10 +501,7 @@ def _pull_of_matrix(
     # The gradient of the logits has x's dtype: float32 products of a step in 16 bits would take
     # several times as long on an accelerator.
     d_x = contract("BTV,VD->BTD", d_logits, matrix, to=("batch", None, None))
-    flat, d_flat = (a.reshape(-1, a.shape[-1]) for a in (x, d_logits))
-    over_tokens = (((0,), (0,)), ((), ()))
-    dtype = jnp.float32
-    return d_x, jax.lax.dot_general(d_flat, flat, over_tokens, preferred_element_type=dtype)
+    return d_x, product("BTV,BTD->VD", d_logits, x, jnp.float32)
 
 
 def _passes() -> Passes:

@@ -13,12 +13,14 @@ The inputs of products behind a norm ("normed") and an activation ("hidden") are
 `names` alone keeps. Fused attention is computed again only where `names` leaves "attention" out.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxformer.arrays.params import NARROW_PRODUCT
 from jaxformer.arrays.sharding import PARAMETERS, free_axes, platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.rules import POINTS, names_of
@@ -75,6 +77,9 @@ def recomputed(layer: Callable[..., Any], config: ModelConfig, scanned: bool) ->
     fused = FUSED if "attention" in names else ()
 
     def policy(primitive: Any, *values: Any, **parameters: Any) -> Any:
+        if config.remat == "dots" and primitive is NARROW_PRODUCT:
+            left, right, out = re.split(",|->", parameters["equation"])
+            return not {*left} & {*right} & {*out}
         return primitive.name in fused or saved(primitive, *values, **parameters)
 
     def named(x: jax.Array, *arguments: Any) -> Any:

@@ -52,7 +52,7 @@ def test_contract_is_the_einsum_of_its_equation(equation, x, w):
     ],
 )
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_a_gpu_multiplies_one_row_as_two(equation, x, w, dtype, monkeypatch):
+def test_one_row_is_multiplied_as_two_except_by_a_tpu(equation, x, w, dtype, monkeypatch):
     a, b = (RNG.standard_normal(shape).astype(np.float32) for shape in (x, w))
     a, b = jnp.array(a, jnp.bfloat16), jnp.array(b, jnp.bfloat16)
 
@@ -66,17 +66,77 @@ def test_a_gpu_multiplies_one_row_as_two(equation, x, w, dtype, monkeypatch):
     def program():
         return jax.jit(lambda *args: every(*args)).trace(a, b)
 
-    of_cpu = program()
-    monkeypatch.setattr(params, "platform", lambda: "gpu")
-    of_gpu = program()
-    assert "optimization_barrier" in str(of_gpu.jaxpr)
-    assert "optimization_barrier" not in str(of_cpu.jaxpr)
+    results = []
+    for platform in ("tpu", "gpu", "cpu"):
+        monkeypatch.setattr(params, "platform", lambda platform=platform: platform)
+        lowered = program().lower()
+        assert ("optimization_barrier" in lowered.as_text()) == (platform != "tpu")
+        results.append(lowered.compile()(a, b))
     of_rounding = {"rtol": 1e-5 if dtype else 1e-2, "atol": 1e-5 if dtype else 1e-2}
-    found, expected = (each.lower().compile()(a, b) for each in (of_gpu, of_cpu))
-    for one, other in zip(found[:2], expected[:2], strict=True):
-        np.testing.assert_allclose(one, other, **of_rounding)
-    for one, other in zip(found[2], expected[2], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-2)
+    expected, *others = results
+    for found in others:
+        for one, other in zip(found[:2], expected[:2], strict=True):
+            np.testing.assert_allclose(one, other, **of_rounding)
+        for one, other in zip(found[2], expected[2], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "equation, x, w",
+    [
+        ("BTD,DNH->BTNH", (2, 3, 8), (8, 4, 5)),
+        ("BTNH,NHD->BTD", (2, 3, 4, 5), (4, 5, 8)),
+        ("BTD,VD->BTV", (2, 3, 8), (7, 8)),
+        ("EBD,EDF->EBF", (4, 2, 8), (4, 8, 5)),
+        ("...TKGH,...SKH->...KGTS", (2, 3, 4, 2, 5), (2, 6, 4, 5)),
+    ],
+)
+def test_a_cpu_rounds_products_of_16_bits_once_forward_and_backward(equation, x, w):
+    a, b = (jnp.array(RNG.standard_normal(shape), jnp.bfloat16) for shape in (x, w))
+    wide = [array.astype(jnp.float32) for array in (a, b)]
+
+    def every(a, b, multiply):
+        y, back = jax.vjp(lambda a, b: multiply(equation, a, b), a, b)
+        return y, *back(y)
+
+    program = jax.jit(lambda a, b: every(a, b, params.product)).lower(a, b)
+    dots = re.findall(r"dot_general .* : (.*)", program.as_text())
+    assert len(dots) == 3
+    assert all(re.fullmatch(r"\(.*bf16>, .*bf16>\) -> .*f32>", types) for types in dots)
+    y, d_a, d_b = program.compile()(a, b)
+    exact, *_ = every(*wide, jnp.einsum)
+    # The gradients are those of the rounded result.
+    _, back = jax.vjp(lambda a, b: jnp.einsum(equation, a, b), *wide)
+    gradients = back(y.astype(jnp.float32))
+    for found, expected in zip((y, d_a, d_b), (exact, *gradients), strict=True):
+        assert found.dtype == jnp.bfloat16
+        # Half of the last bit, and the order of the sums in float32.
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_a_product_of_16_bits_on_a_cpu_has_every_derivative():
+    x, w = (jnp.array(RNG.standard_normal(s), jnp.bfloat16) for s in ((2, 3, 8), (8, 5)))
+    wide = [array.astype(jnp.float32) for array in (x, w)]
+
+    def cubes(x, w):
+        return (contract("BTD,DF->BTF", x, w).astype(jnp.float32) ** 3).mean()
+
+    def hessian_product(x, w):
+        return jax.jvp(jax.grad(cubes, argnums=1), (x, w), (x, w))[1]
+
+    def slope(x, w):
+        return jax.jvp(cubes, (x, w), (x, w))[1]
+
+    def of_many(x, w):
+        return jax.vmap(jax.grad(cubes, argnums=(0, 1)), (0, None))(x[:, None], w)[0]
+
+    for derivative in (slope, hessian_product, of_many):
+        found = derivative(x, w).astype(jnp.float32)
+        expected = derivative(*wide)
+        assert jnp.abs(found - expected).max() < 0.02 * jnp.abs(expected).max()
+    # A sum over an axis of one operand, which is no product backward.
+    gradient = jax.grad(lambda w: contract("BTD,DF->BT", x, w).astype(jnp.float32).sum())(w)
+    assert gradient.shape == w.shape
 
 
 @pytest.mark.parametrize(

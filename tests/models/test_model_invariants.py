@@ -12,7 +12,17 @@ import numpy as np
 import optax
 import pytest
 from products import slow_but
-from shapes import LENGTH, VOCABULARY, forward, made, model, strong, weights_and_tokens
+from shapes import (
+    LENGTH,
+    VOCABULARY,
+    forward,
+    made,
+    model,
+    products_of,
+    strong,
+    tokens,
+    weights_and_tokens,
+)
 
 import jaxformer as jf
 from jaxformer.config.settings import with_settings
@@ -135,6 +145,65 @@ def test_bfloat16_products_give_float32_logits_near_the_float32_ones(name):
     exact = forward(params, config, row)
     assert coarse.dtype == jnp.float32
     assert jnp.abs(coarse - exact).max() < 0.05 * jnp.abs(exact).max()
+
+
+def mean_nats(params, config, row):
+    logits = jf.forward(params, config, row)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, row[:, 1:]).mean()
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("llama", {"layer_loop": "scan"}),
+        ("llama", {"remat": "dots"}),
+        ("llama", {"attention.kernel": "blocked"}),
+        ("experts", {"experts.kernel": "loop"}),
+    ],
+)
+def test_gradients_of_bfloat16_products_are_near_the_float32_ones(name, changes):
+    config = model(name)
+    params = jax.jit(jf.init, static_argnums=0)(config, jax.random.key(0))
+    gradient = jax.jit(jax.grad(mean_nats), static_argnums=1)
+    exact = gradient(params, config, tokens())
+    found = gradient(params, with_settings(config, changes | {"dtype": "bfloat16"}), tokens())
+    difference = optax.tree.norm(optax.tree.sub(found, exact))
+    # Two units in the last of the eight bits.
+    assert 0 < difference < 2**-7 * optax.tree.norm(exact)
+
+
+def test_bfloat16_products_have_every_derivative_and_those_of_weights_alone_are_stored():
+    params, config, row = weights_and_tokens("llama", n_layers=1, dtype="bfloat16")
+    call = functools.partial(mean_nats, config=config, row=row)
+    direction = strong(jax.tree.map(jnp.zeros_like, params))
+    _, slope = jax.jit(lambda p, d: jax.jvp(call, (p,), (d,)))(params, direction)
+    gradient = jax.jit(jax.grad(call))(params)
+    np.testing.assert_allclose(slope, optax.tree.vdot(gradient, direction), rtol=0.02)
+    hessian_vector = jax.jvp(jax.jit(jax.grad(call)), (params,), (direction,))[1]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(hessian_vector))
+    many = jax.vmap(call)(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params))
+    np.testing.assert_allclose(many[0], call(params), rtol=0.01)
+    numbers = []
+    for policy in ("none", "dots", "full"):
+        recomputed = dataclasses.replace(config, remat=policy)
+        program = jax.make_jaxpr(lambda p, c=recomputed: jax.grad(mean_nats)(p, c, row))(params)
+        numbers.append(len(products_of(program.jaxpr)))
+    # `dots` computes the product of the scores again, and `full` those of the weights too.
+    assert numbers[0] < numbers[1] < numbers[2]
+
+
+def test_cached_decoding_in_bfloat16_is_near_the_full_forward():
+    params, config, row = weights_and_tokens("llama", dtype="bfloat16")
+    cache, logits = empty_cache(config, 2, LENGTH, jnp.bfloat16), []
+    for at in range(0, LENGTH, 12):
+        for first, size in ((at, 11), (at + 11, 1)):
+            positions = np.broadcast_to(np.arange(first, first + size, dtype=np.int32), (2, size))
+            piece = row[:, first : first + size]
+            found, cache = extend(params, config, piece, TokenLayout(positions), cache)
+            logits.append(found)
+    expected = forward(params, config, row)
+    difference = jnp.abs(jnp.concatenate(logits, 1) - expected).max()
+    assert difference < 0.02 * jnp.abs(expected).max()
 
 
 @functools.partial(jax.jit, static_argnums=1)
