@@ -1,11 +1,13 @@
 """Run on eight forced host devices: the step of each mesh beside that of one device. Prints JSON
 for test_sharding.py. With the argument "slow": the steps of the slow tests; with "axes": a mesh
-with explicit axes beside one with automatic ones."""
+with explicit axes beside one with automatic ones; with "muon": what optimizers exchange."""
 
 import dataclasses
 import json
+import math
 import sys
 import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,10 +18,11 @@ from shapes import model
 
 import jaxformer as jf
 from jaxformer.arrays.mesh import batch_sharding, make_mesh, parameter_sharding
-from jaxformer.arrays.params import init_params, map_specs
+from jaxformer.arrays.params import init_params, map_specs, rows
 from jaxformer.checkpoints.averages import evaluation_weights
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.settings import with_settings
+from jaxformer.config.train import OptimizerConfig
 from jaxformer.interop import pretrained
 from jaxformer.losses import cross_entropy as losses
 from jaxformer.losses.heads import head_loss
@@ -243,6 +246,40 @@ def on_a_mesh_of_ones_own(kind):
     return jax.tree.map(np.asarray, (state, params, texts)), meshes == {mesh}, np.asarray(logits)
 
 
+def exchanged_by(name):
+    """The bytes of collectives by kind that a step of an optimizer alone has on the mesh, those of
+    the matrices, and how far its updates are from those of one device."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    from hlo import count
+
+    table = specs_of(model("llama", n_layers=3))
+    config = OptimizerConfig(name=name)
+    optimizer = make_optimizer(config, make_schedule(config, 60), table)
+
+    def draw(i):
+        return init_params(table, jax.random.key(i))
+
+    def updates(mesh):
+        with jax.set_mesh(mesh):
+            state = init_state(table, optimizer, mesh=mesh)
+            places = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.optimizer))
+            gradients = jax.device_put(draw(1), places[0])
+            program = jax.jit(optimizer.update, out_shardings=places)
+            program = program.lower(gradients, state.optimizer, state.params).compile()
+            made, _ = program(gradients, state.optimizer, state.params)
+        return program.as_text(), jax.tree.map(np.asarray, made)
+
+    text, made = updates(make_mesh(1, 4, 2))
+    _, expected = updates(make_mesh(devices=jax.devices()[:1]))
+    found = {"apart": 0.0}
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        found["apart"] = max(found["apart"], float(np.abs(a - b).max() / np.abs(b).max()))
+    for entry in count(text).collectives:
+        found[entry.kind] = found.get(entry.kind, 0) + entry.count * entry.bytes
+    matrices = [spec for spec in rows(table).values() if spec.is_matrix and spec.is_stacked]
+    return found | {"matrices": sum(4 * math.prod(spec.shape) for spec in matrices)}
+
+
 def explicit_beside_automatic_axes():
     """Whether what is made on a mesh with explicit axes is what is made on the same with automatic
     ones, to the last bit; and how far logits are apart, which `forward` places by types there."""
@@ -286,6 +323,9 @@ def loaded_on_a_mesh(config):
 def main() -> None:
     if sys.argv[1:] == ["axes"]:
         json.dump(explicit_beside_automatic_axes(), sys.stdout)
+        return
+    if sys.argv[1:] == ["muon"]:
+        json.dump({name: exchanged_by(name) for name in ("adamw", "muon", "normuon")}, sys.stdout)
         return
     slow = sys.argv[1:] == ["slow"]
     cases, explicit = (SLOW_CASES, SLOW_EXPLICIT) if slow else (CASES, EXPLICIT)

@@ -83,8 +83,8 @@ def generate(
     (first) end token. `key` may be left out where sampling is greedy. Raises ConfigError for an
     empty prompt, and for one that leaves no space for the new tokens.
     """
-    warn_of_padding("prompt", prompt, segment_ids)
-    warn_of_padding("source", source, source_segment_ids)
+    warn_of_padding("prompt", prompt, segment_ids, level=4)
+    warn_of_padding("source", source, source_segment_ids, level=4)
     rules = Sampling(**sampling)
     texts: dict[str, Any] = {
         "key": sampling_key(key, rules),

@@ -96,7 +96,7 @@ def speculate(
             f" {config.original_length} tokens (here {longest}) the text would differ from that of"
             " jf.generate. Use jf.generate."
         )
-    warn_of_padding("prompt", prompt, segment_ids)
+    warn_of_padding("prompt", prompt, segment_ids, level=4)
     streams = []
     weights = []
     for model_params, model_config in models:

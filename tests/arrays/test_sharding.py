@@ -34,6 +34,19 @@ def test_steps_files_and_texts_on_explicit_axes_are_those_on_automatic_ones():
     assert found["apart"] < 1e-6
 
 
+def test_muon_exchanges_no_more_than_a_gather_of_each_matrix():
+    """Beside what AdamW does. Without a placement of its own each product gathers its matrices."""
+    found = on_eight_devices("eight_devices.py", "muon")
+    adamw = found.pop("adamw")
+    for figure in ("apart", "matrices"):
+        del adamw[figure]
+    for name, of_rule in found.items():
+        assert of_rule.pop("apart") < 1e-5, name
+        matrices = of_rule.pop("matrices")
+        assert sum(of_rule.values()) <= sum(adamw.values()) + matrices, name
+        assert of_rule["all-to-all"] > 0, name
+
+
 @only_most_used
 def test_a_model_directory_is_written_from_a_mesh_and_read_onto_one(report):
     assert report["pretrained"] == {"equal": True, "split": 4}
