@@ -6,7 +6,16 @@ from .arrays.mesh import make_mesh
 from .arrays.out_of_memory import OutOfMemory
 from .checkpoints.saving import Checkpoints
 from .config.model import ModelConfig
-from .config.records import Attention, Embedding, Experts, Head, Latent, RelativePositions, Rope
+from .config.records import (
+    Attention,
+    Embedding,
+    Experts,
+    Head,
+    Latent,
+    Recurrent,
+    RelativePositions,
+    Rope,
+)
 from .config.run import RunConfig
 from .config.settings import with_settings
 from .files import ConfigError
@@ -53,6 +62,7 @@ __all__ = [
     "PrefixTuning",
     "Profile",
     "PromptTuning",
+    "Recurrent",
     "RelativePositions",
     "Result",
     "Rope",

@@ -8,7 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eight_devices import BERT, LATENT, SEQUENCE_TO_SEQUENCE, steps
+from eight_devices import BERT, DELTA, LATENT, SEQUENCE_TO_SEQUENCE, steps
 from learning_steps import a_run
 
 import jaxformer as jf
@@ -45,6 +45,7 @@ SLOW_CASES = {
     ),
     "tiles": ({"positions": "sinusoidal"}, [("context 8", {})]),
     "latent": (LATENT, [("context 2", {}), ("context 8", RING)]),
+    "delta": (DELTA | {"recurrent.decay": "channel"}, [("context 2", {}), ("context 8", RING)]),
 }
 
 
@@ -176,6 +177,35 @@ def decoding(**changes):
     return {"one": one, "several": several, "share": share}
 
 
+def recurrences(labels):
+    """The largest error on each mesh of a gradient through a recurrence and attention, where rows
+    have several texts and padding: they begin on another device than they end."""
+    config = a_run("llama", vocab_size=64, **DELTA).model
+    params = jf.init(config, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 32), dtype=np.int32)
+    index = np.arange(32)
+    ids = np.where(index < 2, 0, np.where(index < 9, 1, np.where(index < 27, 2, 3)))
+    segments = np.tile(ids, (8, 1)).astype(np.int32)
+    segments[1] = 1
+    segments[2, 30:] = 0
+
+    def gradient():
+        def value(params):
+            logits = jf.forward(params, config, tokens, segment_ids=segments)
+            return jnp.square(jnp.where(segments[..., None] != 0, logits, 0)).mean()
+
+        return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(value))(params))
+
+    expected = gradient()
+    report = {}
+    for label in labels:
+        with jax.set_mesh(make_mesh(**MESHES[label])):
+            found = gradient()
+        errors = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), found, expected)
+        report[label] = float(max(jax.tree.leaves(errors)))
+    return report
+
+
 def arrangement():
     """Whether `balanced` is the order of `balanced_index`, and `in_order` its inverse."""
     x = np.arange(2 * 48 * 3).reshape(2, 48, 3)
@@ -201,10 +231,12 @@ def main() -> None:
         report["attentions"] = attentions(SLOW_ATTENTIONS, "context 8")
         report["splash"] = splash()
         report["decoding"] = decoding(**LATENT)
+        report["recurrences"] = recurrences(["context 4", "context 8"])
     else:
         report["attentions"] = attentions(ATTENTIONS, "context 2")
         report["arrangement"] = arrangement()
         report["decoding"] = decoding()
+        report["recurrences"] = recurrences(["context 2"])
     json.dump(report, sys.stdout)
 
 

@@ -57,6 +57,7 @@ LATENT = {
     "latent.query_rank": 24,
     "latent.rope_head_dim": 4,
 }
+DELTA = {"layer_pattern": "da", "n_layers": 2, "recurrent.key_heads": 2, "recurrent.chunk": 4}
 CLASSES = {"family": "encoder", "head.kind": "classes", "head.n_classes": 3}
 DISENTANGLED = {"positions": "disentangled", "relative.buckets": 8, "relative.distance": 10}
 SHARED = {"n_layers": 4, "layer_groups": 2, "layer_loop": "scan", "embedding.width": 16}
@@ -88,6 +89,7 @@ SLOW_EXPLICIT = {
     "encoder-decoder": ("llama", SEQUENCE_TO_SEQUENCE, 1),
     "encoder": ("gpt2", BERT, 2),
     "latent": ("llama", LATENT, 2),
+    "delta": ("llama", DELTA, 2),
 } | {
     name: SLOW_CASES[name]
     for name in ("lora", "prefix", "prompt of a source", "shared layers", "disentangled")

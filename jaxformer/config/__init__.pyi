@@ -1,6 +1,6 @@
 from .adapter import AdapterConfig
 from .model import ModelConfig
-from .records import Attention, Embedding, Experts, Head, Latent, RelativePositions, Rope
+from .records import Attention, Embedding, Experts, Head, Latent, Recurrent, RelativePositions, Rope
 from .run import DataConfig, RunConfig, RunSettings, TokenizerConfig
 from .settings import with_settings
 from .train import LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -17,6 +17,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "Recurrent",
     "RelativePositions",
     "Rope",
     "RunConfig",

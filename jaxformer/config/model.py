@@ -11,6 +11,7 @@ from jaxformer.config.records import (
     Experts,
     Head,
     Latent,
+    Recurrent,
     RelativePositions,
     Rope,
 )
@@ -65,6 +66,9 @@ class ModelConfig(Section):
     layers share theirs."""
     mixer: Mixer = "attention"
     """Sublayer of a block in which tokens read other tokens of their sequence."""
+    layer_pattern: str = ""
+    """Pattern of mixers repeated over the layers: a attention, d delta; empty: all have
+    model.mixer."""
     feed_forward: FeedForward = "ffn"
     """Sublayer of a block in which each token is transformed by itself."""
     n_heads: Annotated[Count, WIDTH_SETTING] = 6
@@ -140,6 +144,8 @@ class ModelConfig(Section):
     """Experts, of feed_forward=experts."""
     latent: Latent = field(default_factory=Latent)
     """Latents, of mixer=latent."""
+    recurrent: Recurrent = field(default_factory=Recurrent)
+    """State of a text, of mixer=delta."""
     attention: Attention = field(default_factory=Attention)
     """How queries, keys and values become the output of attention."""
     rope: Rope = field(default_factory=Rope)
@@ -162,6 +168,10 @@ class ModelConfig(Section):
     @property
     def value_width(self) -> int:
         return self.attention.value_dim or self.head_width
+
+    @property
+    def recurrent_heads(self) -> int:
+        return self.recurrent.heads or self.n_heads
 
     @property
     def embedded_width(self) -> int:

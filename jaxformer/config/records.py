@@ -159,6 +159,28 @@ class Latent(Section):
 
 
 @dataclass(frozen=True)
+class Recurrent(Section):
+    """State of mixer=delta (the gated delta rule, arXiv:2412.06464)."""
+
+    section = "model.recurrent"
+
+    heads: Width = 0
+    """Number of heads, each with a state; 0 uses model.n_heads."""
+    key_heads: Width = 0
+    """Number of heads of queries and keys, each of which serves as many heads; 0 uses heads."""
+    key_dim: Width = 0
+    """Width of queries and keys of a head, the rows of its state; 0 uses model.head_dim."""
+    value_dim: Width = 0
+    """Width of the values of a head, the columns of its state; 0 uses model.head_dim."""
+    convolution: Annotated[int, Bounds(2)] = 4
+    """Number of tokens that the convolution before queries, keys and values reads."""
+    decay: Literal["head", "channel"] = "head"
+    """Decay of the state of a head: one, or one for each channel of its keys (Kimi Linear)."""
+    chunk: Volatile[Count] = 64
+    """Number of tokens that are computed at once, by products of matrices."""
+
+
+@dataclass(frozen=True)
 class Experts(Section):
     """Experts of feed_forward=experts and their router (arXiv:1701.06538)."""
 

@@ -15,7 +15,8 @@ INPUTS = ("normed", "hidden")
 
 ONE_SIDE = "a decoder sees one side only"
 NO_SOURCE = "other models have no source"
-OF_LATENT = "the other mixer has no latents"
+OF_LATENT = "the other mixers have no latents"
+OF_STATE = "the other has a state instead of keys of all tokens"
 KEPT = "it names the points that are kept"
 OF_WIDTH = "it changes with the width in a way of its own: give the number at all widths as"
 # For a setting and those of its values that serve: what needs one of them, a setting with one value
@@ -56,6 +57,14 @@ NEEDS = {
         "attention.query_key_norm": "latents have norms of their own",
         "positions=disentangled": "it multiplies keys",
     },
+    ("mixer", "attention latent"): {
+        "window": OF_STATE,
+        "attention.value_dim": OF_STATE,
+        "attention.scale": OF_STATE,
+        "attention.soft_cap": OF_STATE,
+        "attention.sinks": OF_STATE,
+    },
+    ("positions", "none learned sinusoidal"): {"mixer=delta": "it reads tokens in their order"},
     ("positions", "rope learned alibi t5 disentangled none"): {
         "embedding.positions=learned": "the others are embedded too"
     },
@@ -184,11 +193,12 @@ def _further_conflicts(config: Any) -> Iterator[str]:
                 f" model.mixer='latent': of the {config.head_width} dimensions of a head"
                 " (model.head_dim) it counts those with one key for all heads."
             )
-        if config.n_kv_heads not in (0, config.n_heads):
-            yield (
-                f"n_kv_heads={config.n_kv_heads} needs model.mixer='attention': with 'latent' each"
-                " head has keys of its own, so set it to 0."
-            )
+    if config.mixer != "attention" and config.n_kv_heads not in (0, config.n_heads):
+        yield (
+            f"n_kv_heads={config.n_kv_heads} needs model.mixer='attention': with"
+            f" {config.mixer!r} it has no meaning, so set it to 0."
+        )
+    yield from _recurrent(config)
     if config.layer_groups and config.n_layers % config.layer_groups:
         yield (
             f"layer_groups={config.layer_groups} must divide model.n_layers={config.n_layers}:"
@@ -204,6 +214,33 @@ def _further_conflicts(config: Any) -> Iterator[str]:
         names = names_of(getattr(config, name))
         if not set(names) <= set(allowed):
             yield f"{name}={' '.join(names)!r} must be names of {' '.join(allowed)}."
+
+
+def _recurrent(config: Any) -> Iterator[str]:
+    letters = config.layer_pattern
+    if not set(letters) <= {"a", "d"}:
+        yield f"layer_pattern={letters!r} must be letters a (attention) and d (delta): 'ddda'."
+    if letters and config.mixer != "attention":
+        yield (
+            f"layer_pattern={letters!r} names the mixer of each layer: leave model.mixer at"
+            f" 'attention', instead of {config.mixer!r}."
+        )
+    if config.mixer != "delta" and "d" not in letters:
+        if config.recurrent != type(config.recurrent)():
+            yield "recurrent has settings of model.mixer='delta', or of d in model.layer_pattern."
+        return
+    if config.family != "decoder":
+        yield (
+            f"family={config.family!r} needs model.mixer='attention' in all layers: a state has"
+            " read the tokens of one side, so choose model.family='decoder'."
+        )
+    heads = config.recurrent_heads
+    shared = config.recurrent.key_heads or heads
+    if heads % shared:
+        yield (
+            f"recurrent.key_heads={shared} must divide the {heads} heads of model.recurrent.heads:"
+            f" choose one of {divisors(heads)}."
+        )
 
 
 def widths_of(text: str) -> dict[str, int]:

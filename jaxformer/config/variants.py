@@ -32,7 +32,7 @@ AttentionKernel = Annotated[
 ]
 
 # The sublayers of a block: the one that reads other tokens, and the one that reads each by itself.
-Mixer = Annotated[Literal["attention", "latent"], TableAt("jaxformer.layers.block.MIXERS")]
+Mixer = Annotated[Literal["attention", "latent", "delta"], TableAt("jaxformer.layers.block.MIXERS")]
 FeedForward = Annotated[Literal["ffn", "experts"], TableAt("jaxformer.layers.block.FEED_FORWARDS")]
 ExpertKernel = Annotated[
     Literal["auto", "xla", "loop", "ragged", "tpu", "gpu"],

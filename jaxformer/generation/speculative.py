@@ -78,8 +78,9 @@ def speculate(
         cache = jax.eval_shape(lambda config=model_config: empty_cache(config, 1, 1, "float32"))
         if not cache.can_rewind:
             raise ConfigError(
-                "speculative decoding reads tokens that the text does not keep, and"
-                f" model.mixer={model_config.mixer!r} has a state from which no token can be taken"
+                "speculative decoding reads tokens that the text does not keep, and layers of model"
+                f".mixer={model_config.mixer!r} with model.layer_pattern="
+                f"{model_config.layer_pattern!r} have a state from which no token can be taken"
                 " back: write with jf.generate."
             )
         if model_config.vocab_size != config.vocab_size:

@@ -31,6 +31,7 @@ MIXERS: Table[Sublayer] = Table(
     {
         "attention": SELF_ATTENTION,
         "latent": ImportedRow("jaxformer.layers.latent:LATENT_ATTENTION"),
+        "delta": ImportedRow("jaxformer.layers.delta:GATED_DELTA"),
     },
 )
 FEED_FORWARDS: Table[Sublayer] = Table(

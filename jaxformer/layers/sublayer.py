@@ -106,6 +106,7 @@ class Sublayer(NamedTuple):
         pytree of arrays [batch, ...]: `Slots` for an entry of each token, which can be taken back,
         and arrays for a state, which cannot and so excludes speculation.
       reads_source: whether its keys are those of an encoder.
+      in_order: whether it reads tokens in the order of their rows, and not by their positions.
       capture: the name of its output in `Request`; by default that of the sublayer.
     """
 
@@ -119,6 +120,7 @@ class Sublayer(NamedTuple):
     start: Callable[[ModelConfig, int, int, DTypeLike], Any] = lambda *sizes: ()
     draws: bool = False
     reads_source: bool = False
+    in_order: bool = False
     capture: str = ""
 
 

@@ -155,5 +155,6 @@ def _block_rows() -> dict[str, Spec]:
     latent = ModelConfig(
         mixer="latent", bias="all", latent=Latent(kv_rank=2, query_rank=2, rope_head_dim=2)
     )
-    table = rows(block_specs(latent)) | rows(block_specs(experts))
+    delta = ModelConfig(mixer="delta", positions="none")
+    table = rows(block_specs(latent)) | rows(block_specs(experts)) | rows(block_specs(delta))
     return table | rows(block_specs(dense, cross=True))

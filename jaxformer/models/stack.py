@@ -21,7 +21,7 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.layers.biases import has_layer_bias, stack_bias_specs, stack_scoring
-from jaxformer.layers.block import block, block_specs
+from jaxformer.layers.block import MIXERS, block, block_specs
 from jaxformer.layers.cache import Cache
 from jaxformer.layers.exchange import balanced, in_order
 from jaxformer.layers.kernels import reads_balanced
@@ -200,6 +200,8 @@ def _balanced_call(params: Params, config: ModelConfig, call: Call) -> Call | No
     leaves = jax.tree.leaves(params["blocks"], is_leaf=is_custom)
     drops = any(getattr(leaf, "key", None) is not None for leaf in leaves)
     if call.request or drops or (config.has_dropout and call.key is not None):
+        return None
+    if any(MIXERS[layer.mixer].in_order for layer in layer_configs(config, config.n_layers)):
         return None
     if not reads_balanced(config.attention.kernel, call.mask, config.n_heads):
         return None

@@ -38,6 +38,7 @@ from jaxformer.files import ConfigError
 from jaxformer.layers.block import empty_cache
 from jaxformer.layers.cache import Cache
 from jaxformer.layers.masks import TokenLayout, layout_of
+from jaxformer.layers.pattern import layer_configs
 from jaxformer.models.families import decoder_hidden
 from jaxformer.models.inputs import Inputs
 from jaxformer.models.stack import compute_dtype, stacked_as
@@ -86,10 +87,12 @@ def virtual_specs(specs: Specs, config: ModelConfig, adapter: PromptTuning | Pre
     _refuse_encoder(config)
     # A prompt of an encoder-decoder is tokens of the source; all others are keys and values.
     of_source = isinstance(adapter, PromptTuning) and config.family == "encoder_decoder"
-    if config.mixer != "attention" and not of_source:
+    others = {layer.mixer for layer in layer_configs(config, config.n_layers)} - {"attention"}
+    if others and not of_source:
         raise ConfigError(
             "virtual tokens (prompt tuning, prefix tuning) are keys and values of"
-            f" model.mixer='attention', and it is {config.mixer!r}: choose LoRA, or another model."
+            f" model.mixer='attention', and here layers have {', '.join(sorted(others))!r}: choose"
+            " LoRA, or another model."
         )
     if config.layer_groups:
         raise ConfigError(

@@ -48,6 +48,11 @@ def test_decoding_with_a_divided_cache_gives_the_same_tokens(report):
 
 
 @GROUP
+def test_a_recurrence_over_divided_rows_of_several_texts_has_the_gradients_of_one_device(report):
+    assert max(report["recurrences"].values()) < 1e-5, report["recurrences"]
+
+
+@GROUP
 @only_most_used
 def test_balanced_rows_have_an_early_and_a_late_piece_on_each_device(report):
     assert report["arrangement"] == [True] * 6

@@ -5,23 +5,18 @@ import dataclasses
 
 import jax
 import numpy as np
-import own_delta
 import pytest
 
 import jaxformer as jf
 from jaxformer.generation import refill as refill_file
-from jaxformer.layers.block import MIXERS
 
 COUNT = 12
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(MIXERS, "delta", own_delta.ROW)
+SIZES = dict(vocab_size=61, d_model=32, n_layers=2, n_heads=4, d_ff=48, max_length=64)
 
 
 def model(**changes):
-    config = jf.ModelConfig(**own_delta.CONFIG | changes)
+    settings = SIZES | {"layer_pattern": "da", "recurrent": jf.Recurrent(chunk=4)} | changes
+    config = jf.ModelConfig(**settings)
     params = jf.init(config, jax.random.key(0))
     return jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 2 else leaf, params), config
 
@@ -87,9 +82,9 @@ def test_a_prompt_takes_the_row_of_a_text_that_has_ended():
 
 def test_its_tokens_cannot_be_taken_back():
     params, config = model()
-    with pytest.raises(jf.ConfigError, match=r"model\.mixer='delta' has a state.*jf\.generate"):
+    with pytest.raises(jf.ConfigError, match=r"layer_pattern='da' have a state.*jf\.generate"):
         jf.speculate(params, config, np.stack(prompts_of(9)), temperature=0)
-    plain = dataclasses.replace(config, mixer="attention")
+    plain = dataclasses.replace(config, layer_pattern="", recurrent=jf.Recurrent())
     plain_params = jf.init(plain, jax.random.key(0))
     with pytest.raises(jf.ConfigError, match="no token can be taken"):
         jf.speculate(

@@ -1,0 +1,200 @@
+"""The gated delta rule beside its recurrence, token by token in float64; what another text of a
+row, the length of chunks and a long text change."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxformer as jf
+from jaxformer.layers.delta import GATED_DELTA
+from jaxformer.layers.masks import AttentionMask, layout_of
+from jaxformer.layers.recurrence import Tokens, recur
+from jaxformer.layers.sublayer import Call
+from jaxformer.models.transformer import specs
+
+SIZES = dict(vocab_size=61, d_model=24, n_layers=1, n_heads=4, d_ff=32, max_length=256)
+CONFIGS = {
+    "head": jf.Recurrent(key_heads=2, key_dim=5, value_dim=7, chunk=16),
+    "channel": jf.Recurrent(key_dim=5, value_dim=6, convolution=3, decay="channel", chunk=16),
+}
+
+
+def model(decay="head", **changes):
+    record = dataclasses.replace(CONFIGS[decay], **changes)
+    return jf.ModelConfig(**SIZES, mixer="delta", positions="none", recurrent=record)
+
+
+@functools.cache
+def layer(decay):
+    """The parameters of one layer, larger than the initial ones, and its input [2, 40, D]."""
+    config = model(decay)
+    rng = np.random.default_rng(0)
+    params = jf.init(config, jax.random.key(1))["blocks"]["delta"]
+    params = jax.tree.map(lambda leaf: np.float32(leaf[0]), params)
+    for name in ("q", "k", "v", "gate", "decay", "rate", "out"):
+        params[name] = rng.standard_normal(params[name].shape).astype(np.float32) / 3
+    params["step_bias"] = params["step_bias"] + 2
+    x = rng.standard_normal((2, 40, 24)).astype(np.float32)
+    return jax.tree.map(jnp.asarray, (params, x))
+
+
+def applied(config, params, x, segments=None):
+    mask = AttentionMask(*[layout_of(x[..., 0], None, segments)] * 2)
+    return GATED_DELTA.apply(params, config, x, Call(mask)).x
+
+
+def one_by_one(config, params, x):
+    """The formulas of the layer, a token after the other, for one text in each row."""
+    taps = config.recurrent.convolution
+
+    def convolved(name):
+        y = jnp.einsum("btd,dnh->btnh", x, params[name])
+        y = jnp.pad(y, [(0, 0), (taps - 1, 0), (0, 0), (0, 0)])
+        w = params[f"{name}_taps"]
+        return jax.nn.silu(sum(y[:, i : i + x.shape[1]] * w[..., i] for i in range(taps)))
+
+    def unit(a):
+        return a / jnp.sqrt(jnp.square(a).sum(-1, keepdims=True) + 1e-6)
+
+    v = convolved("v")
+    group = v.shape[2] // params["q"].shape[1]
+    q, k = (jnp.repeat(unit(convolved(name)), group, axis=2) for name in "qk")
+    equation = "btd,dnh->btnh" if params["decay"].ndim == 3 else "btd,dn->btn"
+    step = jax.nn.softplus(jnp.einsum(equation, x, params["decay"]) + params["step_bias"])
+    if step.ndim == 3:
+        step = step[..., None]
+    decay = jnp.exp(-jnp.exp(params["log_speed"])[:, None] * step)
+    rate = jax.nn.sigmoid(jnp.einsum("btd,dn->btn", x, params["rate"]))
+
+    def token(state, read):
+        q, k, v, decay, rate = read
+        state = decay[..., None] * state
+        error = v - jnp.einsum("bnhw,bnh->bnw", state, k)
+        state = state + jnp.einsum("bn,bnh,bnw->bnhw", rate, k, error)
+        return state, jnp.einsum("bnhw,bnh->bnw", state, q)
+
+    read = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (q, k, v, decay, rate))
+    state = jnp.zeros((*v.shape[:1], v.shape[2], q.shape[3], v.shape[3]))
+    out = jnp.moveaxis(jax.lax.scan(token, state, read)[1], 0, 1) / np.sqrt(q.shape[3])
+    out = out / jnp.sqrt(jnp.square(out).mean(-1, keepdims=True) + config.norm_eps) * params["norm"]
+    gate = jax.nn.silu(jnp.einsum("btd,dnh->btnh", x, params["gate"]))
+    return jnp.einsum("btnh,nhd->btd", out * gate, params["out"])
+
+
+@pytest.mark.parametrize("decay", CONFIGS)
+def test_outputs_and_gradients_are_those_of_the_recurrence_in_float64(decay):
+    config = model(decay)
+    params, x = layer(decay)
+
+    def value(run, params, x):
+        return jnp.square(run(config, params, x)).mean()
+
+    found = jax.jit(jax.value_and_grad(functools.partial(value, applied), (0, 1)))(params, x)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x))
+        exact = jax.value_and_grad(functools.partial(value, one_by_one), (0, 1))(*wide)
+        exact = jax.tree.map(np.asarray, exact)
+
+    def close(found, expected):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+    jax.tree.map(close, found, exact)
+
+
+@pytest.mark.parametrize("decay", CONFIGS)
+def test_the_length_of_chunks_changes_nothing(decay):
+    params, x = layer(decay)
+    expected = applied(model(decay), params, x)
+    for chunk in (1, 7, 64):
+        found = applied(model(decay, chunk=chunk), params, x)
+        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("decay", CONFIGS)
+def test_a_token_depends_on_those_before_it_in_its_text_alone(decay):
+    """By gradient, and exactly 0 for all others: texts of 9, 14 and 12 tokens, and padding before,
+    between and behind them."""
+    params, x = layer(decay)
+    segments = np.repeat([0, 1, 2, 0, 3, 0], [1, 9, 14, 1, 12, 3])[None]
+    x = x[:1]
+
+    @jax.jit
+    def moved(x):
+        out, pull = jax.vjp(lambda x: applied(model(decay), params, x, segments)[0], x)
+        # [T, T]: of each output, how much it moves with each token.
+        seeds = jnp.eye(len(out))[..., None] * jnp.ones(out.shape[-1])
+        return jnp.abs(jax.vmap(lambda seed: pull(seed)[0][0])(seeds)).max(-1)
+
+    same = (segments[0][:, None] == segments[0]) & (segments[0] != 0)
+    real = segments[0] != 0
+    found = np.asarray(moved(x))
+    np.testing.assert_array_equal(found[real] > 0, np.tril(same)[real])
+
+
+def test_equal_keys_without_decay_are_solved_exactly():
+    """A chunk of one key that is corrected fully each time: the state has the last value."""
+    t = 64
+    keys = jnp.ones((1, t, 1, 1))
+    values = jnp.asarray(np.random.default_rng(0).standard_normal((1, t, 1, 3)), jnp.float32)
+    still = jnp.zeros((1, t, 1, 1))
+    tokens = Tokens(keys, keys, values, still, jnp.ones((1, t, 1)), jnp.zeros((1, t), bool))
+    out, state = recur(tokens, jnp.zeros((1, 1, 1, 3)), t)
+    np.testing.assert_allclose(out, values, atol=1e-5)
+    np.testing.assert_allclose(state[0, 0, 0], values[0, -1, 0], atol=1e-5)
+
+
+def test_a_state_after_100_000_tokens_is_that_of_the_parallel_form():
+    t, n, h, w = 100_000, 2, 8, 8
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, t, n, h)).astype(np.float32) for _ in range(2))
+    v = rng.standard_normal((1, t, n, w)).astype(np.float32)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay = -rng.uniform(1e-5, 0.01, (1, t, n, 1)).astype(np.float32)
+    rate = rng.uniform(0, 1, (1, t, n)).astype(np.float32)
+    tokens = Tokens(q, k, v, log_decay, rate, np.zeros((1, t), bool))
+    start = jnp.zeros((1, n, h, w))
+
+    @jax.jit
+    def decoded(tokens, state):
+        def step(state, token):
+            token = jax.tree.map(lambda a: a[:, None], token)
+            out, state = recur(token, state, 64)
+            return state, out[:, 0]
+
+        state, out = jax.lax.scan(
+            step, state, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tokens)
+        )
+        return jnp.moveaxis(out, 0, 1), state
+
+    out, state = decoded(tokens, start)
+    chunked, parallel = jax.jit(recur, static_argnums=(2, 3))(tokens, start, 64, True)
+    assert np.isfinite(state).all()
+    np.testing.assert_allclose(state, parallel, atol=1e-4)
+    np.testing.assert_allclose(out, chunked, atol=1e-4)
+
+
+def test_settings_that_do_not_fit_are_refused_by_name():
+    cases = {
+        "leave model.mixer at 'attention'": dict(layer_pattern="da", mixer="delta"),
+        "must be letters": dict(layer_pattern="dx"),
+        "'none' or 'learned'": dict(mixer="delta"),
+        "choose model.family='decoder'": dict(layer_pattern="da", family="encoder"),
+        "or of d in model.layer_pattern": dict(recurrent=jf.Recurrent(chunk=8)),
+        "must divide the 4 heads": dict(layer_pattern="d", recurrent=jf.Recurrent(key_heads=3)),
+        "a state instead of keys": dict(mixer="delta", positions="none", window=8),
+    }
+    for message, settings in cases.items():
+        with pytest.raises(jf.ConfigError, match=message):
+            jf.ModelConfig(**SIZES | settings)
+
+
+def test_a_table_has_a_layer_for_each_letter():
+    config = jf.ModelConfig(**SIZES | {"n_layers": 5}, layer_pattern="dda")
+    blocks = specs(config)["blocks"]
+    assert [*blocks] == ["0", "1", "2"]
+    assert ["delta" in blocks[name] for name in blocks] == [True, True, False]
+    assert blocks["0"]["delta"]["q"].shape[0] == 2 and "q" in blocks["2"]["attention"]
