@@ -57,7 +57,7 @@ LATENT = {
     "latent.query_rank": 24,
     "latent.rope_head_dim": 4,
 }
-DELTA = {"layer_pattern": "da", "n_layers": 2, "recurrent.key_heads": 2, "recurrent.chunk": 4}
+DELTA = {"layer_pattern": "dm", "n_layers": 2, "recurrent.key_heads": 2, "recurrent.chunk": 4}
 CLASSES = {"family": "encoder", "head.kind": "classes", "head.n_classes": 3}
 DISENTANGLED = {"positions": "disentangled", "relative.buckets": 8, "relative.distance": 10}
 SHARED = {"n_layers": 4, "layer_groups": 2, "layer_loop": "scan", "embedding.width": 16}

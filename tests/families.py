@@ -74,8 +74,8 @@ VARIANTS = {
         {"grouped": {}, "multi-head": {"n_kv_heads": 0}}
         | {"multi-query, wide values": {"n_kv_heads": 1, "attention.value_dim": 6}}
         | {"latent": LATENT}
-        | {"delta": {"layer_pattern": "da", "recurrent.key_heads": 2, "recurrent.chunk": 3}}
-        | {"delta of channels": {"layer_pattern": "ad", "recurrent.decay": "channel"}}
+        | {"delta": {"layer_pattern": "dm", "recurrent.key_heads": 2, "recurrent.chunk": 3}}
+        | {"delta of channels": {"layer_pattern": "md", "recurrent.decay": "channel"}}
     ),
     "window": {"none": {}, "w": {"window": 3}, "wf": {"window": 3, "window_pattern": "wf"}},
     "scores": (

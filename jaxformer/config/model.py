@@ -66,9 +66,10 @@ class ModelConfig(Section):
     layers share theirs."""
     mixer: Mixer = "attention"
     """Sublayer of a block in which tokens read other tokens of their sequence."""
-    layer_pattern: str = ""
-    """Pattern of mixers repeated over the layers: a attention, d delta; empty: all have
-    model.mixer."""
+    layer_pattern: Annotated[str, Letters("md", "m (model.mixer) and d (delta), as in 'dddm'")] = (
+        "m"
+    )
+    """Pattern repeated over the layers: m has model.mixer, d the mixer delta."""
     feed_forward: FeedForward = "ffn"
     """Sublayer of a block in which each token is transformed by itself."""
     n_heads: Annotated[Count, WIDTH_SETTING] = 6

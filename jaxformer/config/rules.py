@@ -217,22 +217,15 @@ def _further_conflicts(config: Any) -> Iterator[str]:
 
 
 def _recurrent(config: Any) -> Iterator[str]:
-    letters = config.layer_pattern
-    if not set(letters) <= {"a", "d"}:
-        yield f"layer_pattern={letters!r} must be letters a (attention) and d (delta): 'ddda'."
-    if letters and config.mixer != "attention":
-        yield (
-            f"layer_pattern={letters!r} names the mixer of each layer: leave model.mixer at"
-            f" 'attention', instead of {config.mixer!r}."
-        )
-    if config.mixer != "delta" and "d" not in letters:
+    if config.mixer != "delta" and "d" not in config.layer_pattern:
         if config.recurrent != type(config.recurrent)():
             yield "recurrent has settings of model.mixer='delta', or of d in model.layer_pattern."
         return
     if config.family != "decoder":
         yield (
-            f"family={config.family!r} needs model.mixer='attention' in all layers: a state has"
-            " read the tokens of one side, so choose model.family='decoder'."
+            f"family={config.family!r} is not for model.mixer='delta', or d in"
+            " model.layer_pattern: a state has read the tokens of one side, so choose"
+            " model.family='decoder'."
         )
     heads = config.recurrent_heads
     shared = config.recurrent.key_heads or heads

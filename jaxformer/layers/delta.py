@@ -24,12 +24,12 @@ from jax.typing import DTypeLike
 from jaxformer.arrays.params import Params, Spec, Specs, ones
 from jaxformer.arrays.sharding import activation, constrain, explicit_axes, free_axes, on_devices
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.exchange import CONTEXT
+from jaxformer.layers.exchange import CONTEXT, DIVIDED_TOKENS
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.norm import rms_norm
 from jaxformer.layers.output import Aux, Captures, Output
 from jaxformer.layers.recurrence import (
-    Tokens,
+    Recurrence,
     last_tokens,
     recur,
     short_convolution,
@@ -39,8 +39,6 @@ from jaxformer.layers.recurrence import (
 )
 from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer
 
-RESIDUAL_AXES = ("batch", "sequence", None)
-HEADS = ("batch", "sequence", "heads", None)
 # Added to the squared length of a query or a key, as in the library of the paper's authors.
 SMALLEST_SQUARE = 1e-6
 
@@ -98,8 +96,9 @@ def _log_speeds(key: jax.Array, spec: Spec) -> jax.Array:
 
 def _log_steps(key: jax.Array, spec: Spec) -> jax.Array:
     """Draw the inverse of softplus of steps between 0.001 and 0.1, uniform in their logarithm."""
-    ends = {"minval": math.log(1e-3), "maxval": math.log(0.1)}
-    step = jnp.exp(jax.random.uniform(key, spec.shape, **ends))
+    shortest = math.log(1e-3)
+    longest = math.log(0.1)
+    step = jnp.exp(jax.random.uniform(key, spec.shape, minval=shortest, maxval=longest))
     return step + jnp.log(-jnp.expm1(-step))
 
 
@@ -124,17 +123,19 @@ def delta(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Outp
     cache = call.cache
     kept = start(config, len(x), 0, x.dtype) if cache is None else cache.kept
     begins, real, segment = text_starts(call.mask, kept["segment"])
-    q = linear("BTD,DNH->BTNH", params, "q", x, to=HEADS)
-    k = linear("BTD,DNH->BTNH", params, "k", x, to=HEADS)
-    v = linear("BTD,DNH->BTNH", params, "v", x, to=HEADS)
+    q = linear("BTD,DNH->BTNH", params, "q", x, to=DIVIDED_TOKENS)
+    k = linear("BTD,DNH->BTNH", params, "k", x, to=DIVIDED_TOKENS)
+    v = linear("BTD,DNH->BTNH", params, "v", x, to=DIVIDED_TOKENS)
     log_decay, rate = decay_and_rate(params, config, x, real)
     taps = {name: params[f"{name}_taps"] for name in ("q", "k", "v")}
     kept = {name: array for name, array in kept.items() if name != "segment"}
     read = {"q": q, "k": k, "v": v}, taps, log_decay, rate, begins, real, kept
     out, kept = _placed(config, cache is not None, *read)
-    gate = linear("BTD,DNH->BTNH", params, "gate", x, to=HEADS).astype(jnp.float32)
+    gate = linear("BTD,DNH->BTNH", params, "gate", x, to=DIVIDED_TOKENS).astype(jnp.float32)
     out = rms_norm(out, params["norm"], config.norm_eps) * jax.nn.silu(gate)
-    out = linear("BTNH,NHD->BTD", params, "out", out.astype(x.dtype), to=RESIDUAL_AXES)
+    out = linear(
+        "BTNH,NHD->BTD", params, "out", out.astype(x.dtype), to=("batch", "sequence", None)
+    )
     captures: Captures = {}
     for name, value in (("decay", jnp.exp(log_decay)), ("rate", rate), ("state", kept["state"])):
         captures |= call.request.apply(f"delta_{name}", value)[1]
@@ -169,7 +170,7 @@ def _placed(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Call `_on_device` on the rows, heads and tokens of each device of the mesh in force. With a
     cache each device reads all tokens of its rows, since the state behind the last is kept."""
-    batch, tokens, heads, _ = activation(projected["q"].shape, HEADS)
+    batch, tokens, heads, _ = activation(projected["q"].shape, DIVIDED_TOKENS)
     if cached:
         tokens = None
     run = functools.partial(_on_device, config, cached, tokens is not None)
@@ -225,7 +226,7 @@ def _on_device(
     group = v.shape[2] // k.shape[2]
     q = jnp.repeat(q.astype(v.dtype), group, axis=2)
     k = jnp.repeat(k.astype(v.dtype), group, axis=2)
-    read = Tokens(q, k, v, log_decay, rate, begins)
+    read = Recurrence(q, k, v, log_decay, rate, begins)
     chunk = config.recurrent.chunk
     state = state_of_device(read, chunk) if divided else kept["state"]
     out, state = recur(read, state, chunk)

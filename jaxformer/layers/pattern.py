@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.records import Attention, Recurrent, Rope
+from jaxformer.config.records import Attention, Latent, Recurrent, Rope
 from jaxformer.config.settings import flat, with_settings
 
 Changes = Callable[[ModelConfig], Mapping[str, Any]]
@@ -43,15 +43,15 @@ def _dense(config: ModelConfig) -> Mapping[str, Any]:
     return {"feed_forward": "ffn", "experts.n": 0}
 
 
-def _attention(config: ModelConfig) -> Mapping[str, Any]:
-    return {"recurrent": Recurrent()}
+def _own_mixer(config: ModelConfig) -> Mapping[str, Any]:
+    return {} if config.mixer == "delta" else {"recurrent": Recurrent()}
 
 
 def _delta(config: ModelConfig) -> Mapping[str, Any]:
-    of_attention = {"attention": Attention(), "rope": Rope(), "window": 0, "n_kv_heads": 0}
+    of_attention = {"attention": Attention(), "latent": Latent(), "rope": Rope()}
     # Those that the stack has embedded are told by the same setting.
     embedded = config.positions if config.positions in ("learned", "sinusoidal") else "none"
-    return {"mixer": "delta", "positions": embedded, **of_attention}
+    return {"mixer": "delta", "positions": embedded, "window": 0, "n_kv_heads": 0, **of_attention}
 
 
 LAYER_PATTERNS: dict[str, dict[str, Changes]] = {
@@ -60,7 +60,7 @@ LAYER_PATTERNS: dict[str, dict[str, Changes]] = {
     # Behind the windows, whose bases it removes.
     "rope.pattern": {"p": _unchanged, "n": without_positions},
     # Behind the settings of attention, which the other mixers do not have.
-    "layer_pattern": {"a": _attention, "d": _delta},
+    "layer_pattern": {"m": _own_mixer, "d": _delta},
 }
 # Settings that count first layers, which have a letter of a pattern whatever its letters are.
 LEADING_LAYERS = {"experts.dense_layers": ("experts.pattern", "d")}
@@ -80,9 +80,7 @@ def layer_configs(config: ModelConfig, layers: int) -> tuple[ModelConfig, ...]:
     defaults = flat(type(config)())
     configs = []
     for i in range(layers):
-        letters_of_layer = {
-            name: letters[i % len(letters)] for name, letters in patterns.items() if letters
-        }
+        letters_of_layer = {name: letters[i % len(letters)] for name, letters in patterns.items()}
         for setting, (name, letter) in LEADING_LAYERS.items():
             if i < settings[setting]:
                 letters_of_layer[name] = letter

@@ -1,8 +1,7 @@
-"""Linear recurrences with a state of one matrix for each head, and the short convolution before
-them. The gated delta rule (arXiv:2412.06464) and Mamba-2 (arXiv:2405.21060) are such recurrences:
+"""A linear recurrence with a matrix for each head as its state, that of the gated delta rule
+(arXiv:2412.06464), and the short convolution before it:
 
-    S_t = a_t S_t-1 + b_t k_t (v_t - k_t^T a_t S_t-1)^T      with `corrects`
-    S_t = a_t S_t-1 + b_t k_t v_t^T                          without
+    S_t = a_t S_t-1 + b_t k_t (v_t - k_t^T a_t S_t-1)^T
     o_t = S_t^T q_t
 
 S [H, W] is the state of a head, a_t its decay, of the head or of each of its H channels
@@ -28,7 +27,7 @@ from jaxformer.layers.exchange import CONTEXT
 from jaxformer.layers.masks import AttentionMask, segment_ids
 
 
-class Tokens(NamedTuple):
+class Recurrence(NamedTuple):
     """What a recurrence reads of each token: q [B, T, N, H], k [B, T, N, H], v [B, T, N, W], the
     logarithm of the decay [B, T, N, G] and the rate [B, T, N], both float32, and whether a text
     begins [B, T]."""
@@ -97,14 +96,12 @@ def last_tokens(x: jax.Array, begins: jax.Array, real: jax.Array, previous: jax.
     return jax.vmap(of_row)(tokens, text, end)
 
 
-def recur(
-    tokens: Tokens, state: jax.Array, chunk: int, corrects: bool = True
-) -> tuple[jax.Array, jax.Array]:
+def recur(tokens: Recurrence, state: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to all tokens, from a state [B, N, H, W] float32 on: returns [B, T, N,
     W] float32 and the state behind them. Products are in the dtype of q."""
     length = tokens.q.shape[1]
     if length == 1:
-        return _one_token(tokens, state, corrects)
+        return _one_token(tokens, state)
     size = min(chunk, length)
     count = -(-length // size)
 
@@ -116,13 +113,13 @@ def recur(
         return jnp.moveaxis(jnp.moveaxis(chunks, 1, 0), 3, 2)
 
     # One head of where texts begin, [T / C, B, 1, C], serves all.
-    chunks = Tokens(*map(in_chunks, tokens._replace(begins=tokens.begins[..., None])))
+    chunks = Recurrence(*map(in_chunks, tokens._replace(begins=tokens.begins[..., None])))
 
     @jax.checkpoint
-    def inside(state: jax.Array, chunk: Tokens) -> tuple[jax.Array, jax.Array]:
-        return _chunk(state, chunk, corrects)
+    def inside(state: jax.Array, chunk: Recurrence) -> tuple[jax.Array, jax.Array]:
+        return _chunk(state, chunk)
 
-    def body(state: jax.Array, chunk: Tokens) -> tuple[jax.Array, jax.Array]:
+    def body(state: jax.Array, chunk: Recurrence) -> tuple[jax.Array, jax.Array]:
         # Kept with the output of attention, whatever else a layer computes again.
         return inside(checkpoint_name(state, "attention"), chunk)
 
@@ -131,19 +128,17 @@ def recur(
     return out.reshape(out.shape[0], count * size, *out.shape[3:])[:, :length], state
 
 
-def _one_token(tokens: Tokens, state: jax.Array, corrects: bool) -> tuple[jax.Array, jax.Array]:
+def _one_token(tokens: Recurrence, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to one token of each row."""
     q, k, v, log_decay, rate, begins = (a[:, 0].astype(jnp.float32) for a in tokens)
     kept = jnp.exp(log_decay) * (1 - begins[:, None, None])  # [B, N, G]
     state = state * kept[..., None]
-    news = v
-    if corrects:
-        news = v - jnp.einsum("BNHW,BNH->BNW", state, k)
+    news = v - jnp.einsum("BNHW,BNH->BNW", state, k)
     state = state + jnp.einsum("BN,BNH,BNW->BNHW", rate, k, news)
     return jnp.einsum("BNHW,BNH->BNW", state, q)[:, None], state
 
 
-def _chunk(state: jax.Array, tokens: Tokens, corrects: bool) -> tuple[jax.Array, jax.Array]:
+def _chunk(state: jax.Array, tokens: Recurrence) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to a chunk: arrays [B, N, C, ...] and a state [B, N, H, W]. The second
     result is [B, N, C, W]."""
     q, k, v, log_decay, rate, begins = tokens
@@ -177,22 +172,21 @@ def _chunk(state: jax.Array, tokens: Tokens, corrects: bool) -> tuple[jax.Array,
         return (read[..., :, None, :] * k[..., None, :, :] * decay).sum(-1)
 
     news = rate[..., None] * v.astype(jnp.float32)  # [B, N, C, W]
-    if corrects:
-        # What each token finds under its key depends on what the tokens before it have written:
-        # (1 + L) news = b (v - k S), of which the right side is known but for the state. The rows
-        # for the state are solved with it: news = solution - keys S (the UT transform of
-        # arXiv:2406.06484). Solved exactly, since powers of L grow where keys are alike.
-        lower = rate[..., None] * scores(k, same & ~jnp.eye(q.shape[2], dtype=bool))
-        found = rate[..., None] * k.astype(jnp.float32) * since_state  # [B, N, C, H]
-        solved = jax.lax.linalg.triangular_solve(
-            lower,
-            jnp.concatenate([news, found], axis=-1),
-            left_side=True,
-            lower=True,
-            unit_diagonal=True,
-        )
-        news, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
-        news = news - product("BNCH,BNHW->BNCW", keys, state)
+    # What each token finds under its key depends on what the tokens before it have written:
+    # (1 + L) news = b (v - k S), of which the right side is known but for the state. The rows
+    # for the state are solved with it: news = solution - keys S (the UT transform of
+    # arXiv:2406.06484). Solved exactly, since powers of L grow where keys are alike.
+    lower = rate[..., None] * scores(k, same & ~jnp.eye(q.shape[2], dtype=bool))
+    found = rate[..., None] * k.astype(jnp.float32) * since_state  # [B, N, C, H]
+    solved = jax.lax.linalg.triangular_solve(
+        lower,
+        jnp.concatenate([news, found], axis=-1),
+        left_side=True,
+        lower=True,
+        unit_diagonal=True,
+    )
+    news, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
+    news = news - product("BNCH,BNHW->BNCW", keys, state)
     out = product("BNCH,BNHW->BNCW", q * since_state, state)
     out += product("BNCD,BNDW->BNCW", scores(q, same), news)
     written = product("BNCH,BNCW->BNHW", k * until_end, news)
@@ -200,7 +194,7 @@ def _chunk(state: jax.Array, tokens: Tokens, corrects: bool) -> tuple[jax.Array,
     return state * since_state[..., -1, :, None] + written, out
 
 
-def state_of_device(tokens: Tokens, chunk: int, corrects: bool = True) -> jax.Array:
+def state_of_device(tokens: Recurrence, chunk: int) -> jax.Array:
     """Return the state [B, N, H, W] before the first token of this device, from the tokens of all
     devices of mesh.context before it, inside `jax.shard_map`.
 
@@ -213,7 +207,7 @@ def state_of_device(tokens: Tokens, chunk: int, corrects: bool = True) -> jax.Ar
     w = tokens.v.shape[-1]
     start = jnp.broadcast_to(jnp.eye(h, h + w), (b, n, h, h + w))
     wide = tokens._replace(v=jnp.concatenate([zeros, tokens.v], axis=-1))
-    changes = jax.lax.all_gather(recur(wide, start, chunk, corrects)[1], CONTEXT)
+    changes = jax.lax.all_gather(recur(wide, start, chunk)[1], CONTEXT)
     states = [jnp.zeros((b, n, h, w))]
     for change in changes[:-1]:
         kept, added = jnp.split(change, [h], axis=-1)
