@@ -17,6 +17,7 @@ pytestmark = pytest.mark.fast
 
 EXPERTS = {"feed_forward": "experts", "experts.n": 5}
 YARN = {"rope.scaling": "yarn", "rope.factor": 2.0}
+DELTA = {"mixer": "delta", "positions": "none", "n_kv_heads": 0}
 LONG = {"rope.scaling": "longrope", "rope.factor": 2.0}
 MUP = {"parametrization": "mup", "mup_base": "d_model=16"}
 REFUSED = [
@@ -84,6 +85,12 @@ REFUSED = [
     ),
     (LATENT | {"attention.temperature": 0.1}, "temperature=0.1 needs model.mixer='attention'"),
     (LATENT | {"mixer": "attention"}, "latent.kv_rank=6 needs model.mixer='latent'"),
+    (DELTA | {"positions": "rope"}, "it reads tokens in their order"),
+    (DELTA | {"window": 8}, "a state instead of keys of all tokens"),
+    (DELTA | {"family": "encoder"}, "choose model.family='decoder'"),
+    (DELTA | {"recurrent.key_heads": 3}, "key_heads=3 must divide the 4 heads"),
+    ({"layer_pattern": "da"}, r"m \(model.mixer\) and d \(delta\)"),
+    ({"recurrent.chunk": 8}, "or of d in model.layer_pattern"),
     ({"mup_base": "d_model=16"}, "mup_base='d_model=16' needs model.parametrization='mup'"),
     ({"parametrization": "mup"}, "mup_base='' must be widths of the model"),
     (MUP | {"embedding.scale": "sqrt"}, "needs model.parametrization='standard': it changes with"),

@@ -179,20 +179,6 @@ def test_a_state_after_100_000_tokens_is_that_of_the_parallel_form():
     np.testing.assert_allclose(out, chunked, atol=1e-4)
 
 
-def test_settings_that_do_not_fit_are_refused_by_name():
-    cases = {
-        "must be letters": dict(layer_pattern="dx"),
-        "'none' or 'learned'": dict(mixer="delta"),
-        "choose model.family='decoder'": dict(layer_pattern="dm", family="encoder"),
-        "or of d in model.layer_pattern": dict(recurrent=jf.Recurrent(chunk=8)),
-        "must divide the 4 heads": dict(layer_pattern="d", recurrent=jf.Recurrent(key_heads=3)),
-        "a state instead of keys": dict(mixer="delta", positions="none", window=8),
-    }
-    for message, settings in cases.items():
-        with pytest.raises(jf.ConfigError, match=message):
-            jf.ModelConfig(**SIZES | settings)
-
-
 def test_a_table_has_a_layer_for_each_letter():
     config = jf.ModelConfig(**SIZES | {"n_layers": 5}, layer_pattern="ddm")
     blocks = specs(config)["blocks"]
