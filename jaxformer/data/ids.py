@@ -29,21 +29,19 @@ def open_ids(file: SourceFile, tokenizer: Tokenizer) -> np.ndarray:
     path = file.path
     if not file.size:
         raise ConfigError(f"{path} is empty: there is nothing to train on or to evaluate.")
+    dtype = tokenizer.dtype
+    if is_raw(path) and file.size % dtype.itemsize:
+        raise ConfigError(
+            f"{path} has {file.size:,} bytes, which is no whole number of {dtype.name}: a .bin file"
+            " holds raw ids, uint16 for up to 65,536 entries, else uint32."
+        )
     try:
         if is_raw(path):
-            dtype = tokenizer.dtype
-            if file.size % dtype.itemsize:
-                raise ConfigError(
-                    f"{path} has {file.size:,} bytes, which is no whole number of {dtype.name}: a"
-                    " .bin file holds raw ids, uint16 for up to 65,536 entries, else uint32."
-                )
             ids = np.memmap(path, dtype, "r")
         else:
             ids = np.lib.format.open_memmap(path, mode="r")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"it is one of {ids.dtype}, shape {ids.shape}")
-    except ConfigError:
-        raise
     except OSError as error:
         raise unreadable(path, error) from None
     except ValueError as error:

@@ -385,10 +385,10 @@ def _matching(spec: str, setting: str) -> tuple[Path | None, Matches]:
 
 def _suffix(path: Path) -> str:
     """Return the last suffix of a file, or the one before .gz or .zst, in lower case."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if len(suffixes) > 1 and suffixes[-1] in PACKED:
-        return suffixes[-2]
-    return suffixes[-1] if suffixes else ""
+    suffix = path.suffix.lower()
+    if suffix in PACKED:
+        return path.with_suffix("").suffix.lower() or suffix
+    return suffix
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ manifest that joins them.
 """
 
 import bisect
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -23,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -43,8 +43,7 @@ WRONG_RECORD = (ValueError, AttributeError, TypeError, KeyError, OverflowError, 
 LARGEST_COUNT = 2**62
 
 
-@contextlib.contextmanager
-def claimed(directory: Path, log: Log) -> Iterator[bool]:
+def claimed(directory: Path, log: Log) -> AbstractContextManager[bool]:
     """Make a directory and lock it against other processes of this machine during the block.
 
     Gives False where the file system cannot lock, and for a URL: work may then be done twice, with
@@ -52,8 +51,7 @@ def claimed(directory: Path, log: Log) -> Iterator[bool]:
     """
     make_folder(directory)
     waiting = f"waiting for another process that is at work in {directory}"
-    with store_of(directory).alone(lambda: log(waiting)) as is_alone:
-        yield is_alone
+    return store_of(directory).alone(lambda: log(waiting))
 
 
 def make_folder(directory: Path) -> None:

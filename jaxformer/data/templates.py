@@ -100,11 +100,11 @@ class PairTemplate(Template):
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         # Room for the text beside the special tokens: [source, target].
-        capacity = np.array(self.capacity) - self.more
-        source, target = (ids[:size] for ids, size in zip(parts, capacity, strict=True))
-        tokens = self.tokenizer.as_target(target)
+        source_size, target_size = np.array(self.capacity) - self.more
+        source, target = parts
+        tokens = self.tokenizer.as_target(target[:target_size])
         return {
-            "source": joined(self.tokenizer.as_source(source)),
+            "source": joined(self.tokenizer.as_source(source[:source_size])),
             "tokens": joined(tokens),
             "targets": joined(tokens[1:], [self.end]),
             "weights": np.ones(len(tokens), np.float32),
