@@ -48,7 +48,7 @@ def ready(run: RunConfig) -> Ready:
         setup = make_setup(dataclasses.replace(run, run=settings), _quiet)
     return Ready(
         mesh=setup.mesh,
-        step=loop.compile_step(setup, _quiet),
+        step=loop.compile_step(setup.step, setup.target, setup.first_batch, _quiet),
         state=lambda: _state(setup),
         batch=lambda i: setup.placed(setup.batches[i]),
         tokens_per_step=setup.tokens_per_step,

@@ -178,7 +178,7 @@ def disk(setup: RunSetup, state_bytes: int) -> str:
 def dry_run(setup: RunSetup) -> str:
     """Compile the first step and run it twice."""
     lines: list[str] = []
-    program = compile_step(setup, lines.append)
+    program = compile_step(setup.step, setup.target, setup.first_batch, lines.append)
     # The first state of the run as it would start, with what it takes from its base.
     state = first_state(setup, lines.append)
     batch = setup.placed(setup.batches[0])

@@ -54,7 +54,7 @@ from jaxformer.training.loop import (
     fit,
     is_finite,
 )
-from jaxformer.training.program import Metrics, Profile
+from jaxformer.training.program import Metrics, Profile, Step
 from jaxformer.training.spikes import SUCCESSIVE_SPIKES, SpikeLimit, is_spike, spike_text
 from jaxformer.training.state import TrainState
 from jaxformer.training.step import Batch
@@ -216,16 +216,20 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
     require_same({f"the checkpoints in {checkpoints.folder}": str(saved)})
     with ThreadPoolExecutor(1) as thread:
 
+        def submitted(setup: RunSetup) -> Future[Any]:
+            # What the thread compiles is made before it starts: both threads would make it twice.
+            return thread.submit(compile_step, setup.step, setup.target, setup.first_batch, log)
+
         def compiling() -> tuple[RunSetup, Future[Any]]:
             if platform(setup.mesh) == "cpu":
-                return setup, thread.submit(compile_step, setup, log)
+                return setup, submitted(setup)
             proven = with_proven_kernel(setup, log)
             kernels: dict[str, str] = {
                 "the attention kernel": proven.model.attention.kernel,
                 "the kernel of experts": proven.model.experts.kernel,
             }
             require_same(kernels)
-            program = thread.submit(compile_step, proven, log)
+            program = submitted(proven)
             program.result()
             return proven, program
 
@@ -253,12 +257,12 @@ def _begin(setup: RunSetup, checkpoints: Checkpoints, log: Log) -> tuple[RunSetu
         return setup, state, program.result()
 
 
-def compile_step(setup: RunSetup, log: Log) -> Any:
-    """The step of a run compiled ahead of time, so that the memory that it needs is logged before
-    it runs."""
+def compile_step(step: Step, target: TrainState, batch: Any, log: Log) -> Any:
+    """The step compiled ahead of time for a state as shapes and a batch, so that the memory that it
+    needs is logged before it runs."""
     begin = time.perf_counter()
     with memory_of("compiling the step"):
-        compiled = setup.step.lower(setup.target, setup.first_batch).compile()
+        compiled = step.lower(target, batch).compile()
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     log(
         f"Compiled the step in {human_time(time.perf_counter() - begin)}; it needs"

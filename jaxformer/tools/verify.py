@@ -241,7 +241,7 @@ class RepeatedSteps:
         self.mesh_of_run = read_config(self.directory.config).mesh
         self.starts = [0, *saved_steps(self.directory.path)]
         self.batches = batches_of(setup)
-        self.program = compile_step(setup, quiet)
+        self.program = compile_step(setup.step, setup.target, setup.first_batch, quiet)
         with on_mesh(setup.mesh):
             self.bound = ROUNDING[str(compute_dtype(setup.model))]
         # The lines of metrics.jsonl with a training loss, by their steps.
