@@ -29,8 +29,18 @@ from jaxformer.runs.setup import RunSetup, make_setup
 from jaxformer.runs.states import first_state
 from jaxformer.runs.train_run import as_logged, compile_step
 
-VERSIONED = ("jaxformer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu")
-VERSIONED += ("jax-cuda12-plugin", "jax-cuda13-plugin")
+VERSIONED = (
+    "jaxformer",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
 # Device files of accelerators, and the extra of jaxformer that brings what drives them.
 DRIVERS = {"dev/nvidia[0-9]*": "cuda12 or cuda13", "dev/accel[0-9]*": "tpu"}
 
