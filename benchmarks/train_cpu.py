@@ -4,11 +4,15 @@ how they compare.
     python benchmarks/train_cpu.py [--torch-python PYTHON] [--workloads small gpt2_124m] [--samples
     8]
     python benchmarks/train_cpu.py --jax-peers [--peers-python PYTHON]
+    python benchmarks/train_cpu.py --dtypes
 
 Both start from the same weights on the same tokens, so their losses must agree; that is checked.
 
 With --jax-peers the step runs in turn with those of other libraries in JAX: GPT-2 of the same
 shape, each with its own initial values, on the same tokens in float32 by the same AdamW.
+
+With --dtypes the steps in float32 and in bfloat16, ours and PyTorch's eager ones and those under
+autocast, run in turn, each side from its own initial values.
 """
 
 import argparse
@@ -188,6 +192,51 @@ def compare_peers(options: argparse.Namespace) -> None:
     save("train_cpu_peers", result, options.smoke)
 
 
+def compare_dtypes(options: argparse.Namespace) -> None:
+    results = []
+    for workload in options.workloads:
+        name = workload.partition(":")[0]
+        run = shrunk(WORKLOADS[name]) if options.smoke else WORKLOADS[name]
+        ours = ["--workload", name, *(["--smoke"] if options.smoke else [])]
+        torch = [*torch_flags(run), "--threads", str(os.cpu_count())]
+        python = options.torch_python
+        with (
+            python_worker("bfloat16", "jax_baseline.py", *ours, "--dtype", "bfloat16") as narrow,
+            python_worker("float32", "jax_baseline.py", *ours, "--dtype", "float32") as wide,
+            python_worker("PyTorch", "torch_baseline.py", *torch, python=python) as eager,
+            python_worker(
+                "PyTorch, autocast", "torch_baseline.py", *torch, "--bfloat16", python=python
+            ) as autocast,
+        ):
+            workers = [narrow, wide, eager, autocast]
+            first = alternate(workers, "step", samples=2, warmups=0)
+            neighbours = Neighbours(workers)
+            steps = alternate(workers, "step", options.samples, warmups=0)
+            share = neighbours.share()
+        tokens = run.train.batch_size * run.data.sequence_length
+        for worker, before, after in zip(workers, first, steps, strict=True):
+            if not after[-1]["loss"] < before[0]["loss"]:
+                raise SystemExit(f"{worker.name} does not learn: {column(before + after, 'loss')}")
+            seconds = column(after, "seconds")
+            result = {
+                "workload": name,
+                "name": worker.name,
+                "tokens_per_second": tokens / statistics.median(seconds),
+                "of_bfloat16": paired_ratio(column(steps[0], "seconds"), seconds),
+                "seconds": seconds,
+                "neighbours": share,
+            }
+            results.append(result)
+    header = ["workload", "step", "tokens/s", "bfloat16 is so many times as fast"]
+    rows = []
+    for result in results:
+        speed = f"{result['tokens_per_second']:,.0f}"
+        rows.append([result["workload"], result["name"], speed, ratio_text(result["of_bfloat16"])])
+    print_table(header, rows)
+    print(verdict(max(result["neighbours"] for result in results)))
+    save("train_cpu_dtypes", {"results": results}, options.smoke)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -202,6 +251,7 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=8, help="paired samples")
     parser.add_argument("--jax-peers", action="store_true", help="beside libraries in JAX")
+    parser.add_argument("--dtypes", action="store_true", help="float32 beside bfloat16")
     parser.add_argument("--peers-python", default=sys.executable, help="a Python that has them")
     add_smoke(parser)
     options = parser.parse_args()
@@ -209,6 +259,9 @@ def main() -> None:
         options.workloads, options.samples = ["small:2"], 2
     if options.jax_peers:
         compare_peers(options)
+        return
+    if options.dtypes:
+        compare_dtypes(options)
         return
     results = []
     for name in options.workloads:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jaxformer.arrays.hardware import bfloat16_note
 from jaxformer.arrays.out_of_memory import memory_of
 from jaxformer.checkpoints.buckets import require_savable
 from jaxformer.cli.arguments import DoctorArguments
@@ -145,6 +146,8 @@ def devices() -> str:
                 f' "jaxformer[{extra}]", and check JAX_PLATFORMS'
                 f" ({os.environ.get('JAX_PLATFORMS', 'not set')})."
             )
+    if first.platform == "cpu" and (note := bfloat16_note()):
+        return f"{text}; {note}"
     return text
 
 

@@ -4,6 +4,7 @@ import math
 
 import jax
 
+from jaxformer.arrays.hardware import bfloat16_note
 from jaxformer.arrays.mesh import bytes_of_device
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.train import TrainConfig
@@ -35,6 +36,8 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
         f"{jax.device_count()} x {device.device_kind} ({device.platform})"
         f"{peak_text(device.platform, setup.peak)}"
     )
+    if device.platform == "cpu" and model.dtype == "float32" and (note := bfloat16_note()):
+        lines["dtype"] = note
     mesh = ", ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
     lines["mesh"] = [mesh, *setup.undivided]
     # A quantized matrix counts as the unquantized one.

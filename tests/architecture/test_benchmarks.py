@@ -98,6 +98,13 @@ def test_peers_in_jax_are_measured_and_one_that_is_missing_says_how_it_is_instal
         assert measured or (not needed and "pip install" in cells[name]), cells
 
 
+@pytest.mark.slow
+def test_steps_in_float32_and_bfloat16_are_measured_in_turn() -> None:
+    pytest.importorskip("torch")
+    printed = in_small("train_cpu", "--dtypes")
+    assert all(name in printed for name in ("| bfloat16 ", "| float32 ", "| PyTorch, autocast "))
+
+
 def test_checkouts_that_differ_are_told_apart() -> None:
     differences = importlib.import_module("same_numbers").differences
     numbers = {(1, "loss"): 2.0, (2, "loss"): math.nan}

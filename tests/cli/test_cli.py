@@ -55,12 +55,14 @@ def test_the_run_shows_what_it_does_and_ends_with_the_next_command(
 ) -> None:
     peak = 2e12
     monkeypatch.setattr("jaxformer.runs.setup.published_peak", lambda run, mesh: peak)
+    monkeypatch.setattr("jaxformer.runs.summary.bfloat16_note", lambda: "what bfloat16 is worth")
     run_dir = tmp_path / "run"
     changes = PLAIN | {"train.steps": 2, "train.checkpoint_every": 0, "run.sample_tokens": 8}
     assert main(["train", *line(run_dir, trained[1], changes)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     banner = (
         "device",
+        "what bfloat16 is worth",
         "mesh",
         "parameters",
         "memory",

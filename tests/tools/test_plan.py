@@ -19,7 +19,7 @@ from optimizer_variants import VARIANTS
 from products import fewest, slow_but
 
 import jaxformer as jf
-from jaxformer.arrays.hardware import DEVICES, name_of, peak_flops
+from jaxformer.arrays.hardware import DEVICES, bfloat16_note, name_of, peak_flops
 from jaxformer.cli import main
 from jaxformer.config.config_file import read_config
 from jaxformer.config.run import RunConfig
@@ -178,6 +178,25 @@ def test_another_mesh_has_the_kernel_that_it_needs() -> None:
     assert ring.model.attention.kernel == "ring" == ring.exchange
     assert ring.kernel.startswith("ring")
     assert replanned(ring, {"mesh.context": 4}).model.attention.kernel == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_said"),
+    [
+        ("vendor_id : AuthenticAMD\nflags : fpu avx512_bf16", True),
+        ("vendor_id : AuthenticAMD\nflags : fpu avx512f", False),
+        ("vendor_id : GenuineIntel\nflags : fpu avx512_bf16 amx_bf16", False),
+        (None, False),
+    ],
+)
+def test_bfloat16_is_named_on_the_cpus_on_which_it_was_measured(
+    facts: str | None, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpuinfo"
+    if facts is not None:
+        file.write_text(facts, encoding="utf-8")
+    monkeypatch.setattr("jaxformer.arrays.hardware.Path", lambda _: file)
+    assert ("--model.dtype bfloat16" in bfloat16_note()) == is_said
 
 
 def test_products_are_those_of_the_cost_model() -> None:
