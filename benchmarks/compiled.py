@@ -99,6 +99,11 @@ UNROLLED = ("train.batch_size=64", "train.microbatches=1")
 FSDP4, FSDP16 = "mesh.fsdp=4", "mesh.fsdp=16"
 FULL = "model.remat=full"
 E8, E16, CAPACITY = "mesh.expert=8", "mesh.expert=16", "model.experts.capacity=1.0"
+STORED = (
+    "model.remat=names",
+    "model.saved=q,k,v,attention,out,gate,up,down,normed,hidden",
+    "train.logits_dtype=bfloat16",
+)
 KEPT_BY_HOST = ("model.remat=names", "model.saved=none", "model.offload=attention,input")
 ROWS = {
     "gpt2_unrolled": Row("gpt2_124m, 64 rows, unrolled", "gpt2_124m", "h100:1x1", UNROLLED),
@@ -145,6 +150,18 @@ ROWS = {
     },
     "llama_1b_unrolled": Row(
         "llama_1b, 8 rows, unrolled", "llama_1b", "h100:1x1", (*UNROLLED[1:], "train.batch_size=8")
+    ),
+    "gpt2_stored": Row(
+        "gpt2_124m, 64 rows, unrolled, normed and hidden stored, bfloat16 logits",
+        "gpt2_124m",
+        "h100:1x1",
+        (*UNROLLED, *STORED),
+    ),
+    "llama_1b_stored": Row(
+        "llama_1b, 8 rows, unrolled, the same settings",
+        "llama_1b",
+        "h100:1x1",
+        (*UNROLLED[1:], "train.batch_size=8", *STORED),
     ),
     **{
         f"context_{length // 1024}k_{target.replace(':', '_')}": divided_row(length, target, *more)

@@ -52,6 +52,10 @@ class Variant:
 
 VARIANTS = {
     "logits in bfloat16": Variant({"train.logits_dtype": "bfloat16"}),
+    "inputs of products stored": Variant(
+        {"model.remat": "names", "model.saved": "q,k,v,attention,out,gate,up,down,normed,hidden"}
+    ),
+    "deterministic": Variant({"train.deterministic": True}),
     "no command buffers": Variant(options={"xla_gpu_enable_command_buffer": ""}),
     "products without Triton": Variant(options={"xla_gpu_enable_triton_gemm": False}),
     "exhaustive tiling": Variant(options={"xla_gpu_exhaustive_tiling_search": True}),
@@ -61,11 +65,7 @@ VARIANTS = {
     "attention by XLA": Variant({"model.attention.kernel": "xla"}),
 }
 # What has no setting yet.
-MISSING = (
-    "one product for queries, keys and values",
-    "the activation's output kept for the backward pass",
-    "8-bit products",
-)
+MISSING = ("one product for queries, keys and values", "8-bit products")
 
 
 def compiled(run: RunConfig, variant: Variant) -> Trainer:
