@@ -63,9 +63,13 @@ VARIANTS = {
     "1.5 times the rows": Variant(rows=1.5),
     "layers in a loop": Variant({"model.layer_loop": "scan"}),
     "attention by XLA": Variant({"model.attention.kernel": "xla"}),
+    "8-bit products": Variant({"train.products": "fp8"}),
+    "8-bit products of cuBLASLt alone": Variant(
+        {"train.products": "fp8"}, {"xla_gpu_enable_triton_gemm": False}
+    ),
 }
 # What has no setting yet.
-MISSING = ("one product for queries, keys and values", "8-bit products")
+MISSING = ("one product for queries, keys and values",)
 
 
 def compiled(run: RunConfig, variant: Variant) -> Trainer:
@@ -185,7 +189,7 @@ def main() -> None:
     add_smoke(parser)
     options = parser.parse_args()
     if options.smoke:
-        options.variants = ["logits in bfloat16", "products without Triton"]
+        options.variants = ["logits in bfloat16", "products without Triton", "8-bit products"]
     measure = measured_attention if options.attention else measured_steps
     result = measure(options, gpu_facts(parser, options.smoke))
     rows = []

@@ -23,6 +23,7 @@ from jaxformer.files import ConfigError
 
 # Which weights of a run are read: auto is the average where the run keeps one.
 Weights = Literal["auto", "trained", "average"]
+LayerProducts = Literal["dtype", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class TrainConfig(Section):
     deterministic: Volatile[bool] = False
     """Whether a GPU takes no kernel that adds in no fixed order, and selects none by its time,
     which makes steps slower; programs for other devices are deterministic anyway."""
+    products: LayerProducts = "dtype"
+    """How training multiplies by the matrices of the layers: in model.dtype, or in codes of 8 bits
+    that are scaled by the largest number of each array, the gradients too. Sums are float32. Heads,
+    embeddings, norms, routers, experts, quantized weights and evaluations stay in model.dtype. Only
+    an NVIDIA GPU from Ada and Hopper on is faster with fp8."""
     preference_beta: NonNegative = 0.0
     """Coefficient beta of a preference objective (lambda of orpo, tau of ipo); 0 uses its default:
     0.1 for dpo, ipo and orpo, 2 for simpo."""

@@ -14,7 +14,8 @@ import jax
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, ObjectiveName, PreferenceObjective, named_sources
-from jaxformer.config.settings import Log, Table
+from jaxformer.config.settings import Log, Table, choices
+from jaxformer.config.train import LayerProducts
 from jaxformer.data.masking import MaskedRows, missing_marks
 from jaxformer.data.records import RecordField
 from jaxformer.data.rows import RowFormat
@@ -41,7 +42,7 @@ from jaxformer.data.templates import (
 )
 from jaxformer.files import ConfigError
 from jaxformer.losses.heads import accuracy, head_loss
-from jaxformer.models.transformer import OF_OBJECTIVE
+from jaxformer.models.transformer import OF_OBJECTIVE, specs
 from jaxformer.tokenizer import MARKS, SENTINELS, Tokenizer
 from jaxformer.training.step import Batch, Loss, Sums
 
@@ -359,10 +360,11 @@ def task_of(model: ModelConfig, data: DataConfig) -> Task:
     )
 
 
-def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
+def loss_of(objective: str, config: ModelConfig, products: str = "dtype", **options: Any) -> Loss:
     """The loss that `train.py` uses for an objective of `data.objective`: (params, batch, key) ->
     Sums.
 
+    `products` is that of train.products: "fp8" multiplies by the matrices of the layers in 8 bits.
     `options` are those of the objective's loss: label_smoothing and z_loss for the cross-entropies,
     where 0 leaves one out, and their logits_dtype ("float32" or "bfloat16"); temperature of
     "contrastive"; beta, and margin of "simpo", for preferences (`losses/pairs.py`), whose
@@ -377,6 +379,15 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
             f"objective {objective!r} is not one of {', '.join(map(repr, OBJECTIVES))}."
         )
     row = OBJECTIVES[objective]
+    if products not in choices(LayerProducts):
+        raise ConfigError(
+            f"products={products!r} is not one of {', '.join(choices(LayerProducts))}."
+        )
+    if products == "fp8" and row.reference:
+        raise ConfigError(
+            f"train.products=fp8: the objective {objective!r} compares the model with a reference"
+            " whose products are those of model.dtype: set it to dtype."
+        )
     loss = _imported(row.loss)
     option_names = set(inspect.signature(loss).parameters)
     unknown = [name for name in options if name not in option_names]
@@ -405,6 +416,10 @@ def loss_of(objective: str, config: ModelConfig, **options: Any) -> Loss:
             from jaxformer.adapters.low_rank import keyed
 
             params = keyed(params, key)
+        if products == "fp8":
+            from jaxformer.adapters.float8 import in_8_bits
+
+            params = in_8_bits(params, specs(config))
         return loss(params, config, batch, key, **options)
 
     return bound

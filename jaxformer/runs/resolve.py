@@ -48,7 +48,7 @@ from jaxformer.training.state import TrainState, abstract_state
 from jaxformer.training.step import Loss, make_step
 
 # The settings of train that losses take as options; a loss may lack one that is at its default.
-LOSS_SETTINGS = ("label_smoothing", "z_loss", "logits_dtype")
+LOSS_SETTINGS = ("label_smoothing", "z_loss", "logits_dtype", "products")
 # The same of the losses of pairs, with the names of their options.
 PAIR_SETTINGS = {
     "preference_beta": "beta",

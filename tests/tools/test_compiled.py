@@ -3,6 +3,7 @@ steps of the configs through the compilers of TPUs and GPUs."""
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import jaxformer as jf
 from jaxformer.arrays.hardware import DEVICES
 from jaxformer.arrays.mesh import make_mesh
+from jaxformer.arrays.params import rows
 from jaxformer.config.run import RunConfig
 from jaxformer.config.settings import with_settings
 from jaxformer.files import ConfigError
@@ -272,3 +274,42 @@ def test_a_step_on_tpus_gathers_weights_whole_and_casts_them_in_the_loop(
     # The shard of the matrix "up" of all layers.
     text = path.read_text()
     assert "f32[3,512,5632]" in text and "bf16[3,512,5632]" not in text
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("loop", ["unroll", "scan"])
+@pytest.mark.parametrize("triton", [False, True])
+def test_a_step_with_products_in_8_bits_multiplies_all_matrices_of_the_layers_so(
+    loop: str, triton: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By cuBLASLt, forward and both ways back. The compiler measures on a device whether a kernel
+    of Triton is faster; without one it takes those, of the same codes, unless they are off."""
+    try:
+        require_compiler("gpu")
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    flags = f"--xla_gpu_enable_triton_gemm={str(triton).lower()}"
+    monkeypatch.setitem(compiled.ENVIRONMENT, "XLA_FLAGS", flags)
+    changes = ["model.n_layers=2", f"model.layer_loop={loop}", "train.products=fp8"]
+    changes += ["train.batch_size=8", "train.microbatches=1"]
+    run = jf.load_config(CONFIGS / "llama_1b.py", changes)
+    compiled_report(run, "h100:1x1", hlo=tmp_path / "program")
+    counts = count((tmp_path / "program").read_text())
+    table = rows(jf.specs(run.model))
+    tokens = 8 * run.data.sequence_length
+    of_layers = sum(math.prod(spec.shape) for spec in table.values() if spec.batch and spec.inputs)
+    forward = 2 * tokens * of_layers
+    products = {name.partition(" -> ")[0]: 0 for name in counts.products}
+    for name, flops in counts.products.items():
+        products[name.partition(" -> ")[0]] += flops
+    # What is left are those of the head.
+    assert products.pop("bf16 x bf16") == 6 * tokens * run.model.vocab_size * run.model.d_model
+    if triton:
+        # It may multiply w^T g^T for g w.
+        assert sum(products.values()) == 3 * forward
+        return
+    gradient_and_values = {"f8e5m2 x f8e4m3fn", "f8e4m3fn x f8e5m2"}
+    assert products == dict.fromkeys({"f8e4m3fn x f8e4m3fn", *gradient_and_values}, forward)
+    # Queries, keys and values may be one product, or the gradients of their matrices.
+    assert counts.custom_calls["__cublas$lt$matmul$f8"] >= 3 * 5 * run.model.n_layers
