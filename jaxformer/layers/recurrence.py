@@ -17,6 +17,7 @@ heads, H the width of queries and keys and W that of values. G is H where each c
 decay, and else 1.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -173,18 +174,12 @@ def _chunk(state: jax.Array, tokens: Recurrence) -> tuple[jax.Array, jax.Array]:
 
     news = rate[..., None] * v.astype(jnp.float32)  # [B, N, C, W]
     # What each token finds under its key depends on what the tokens before it have written:
-    # (1 + L) news = b (v - k S), of which the right side is known but for the state. The rows
-    # for the state are solved with it: news = solution - keys S (the UT transform of
-    # arXiv:2406.06484). Solved exactly, since powers of L grow where keys are alike.
+    # (1 + L) news = b (v - k S), of which the right side is known but for the state. The rows for
+    # the state are solved with it: news = solution - keys S (the UT transform of arXiv:2406.06484).
     lower = rate[..., None] * scores(k, same & ~jnp.eye(q.shape[2], dtype=bool))
     found = rate[..., None] * k.astype(jnp.float32) * since_state  # [B, N, C, H]
-    solved = jax.lax.linalg.triangular_solve(
-        lower,
-        jnp.concatenate([news, found], axis=-1),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
+    known = jnp.concatenate([news, found], axis=-1)  # [B, N, C, W + H]
+    solved = jnp.matmul(inverse_of(lower), known, precision="highest")
     news, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
     news = news - product("BNCH,BNHW->BNCW", keys, state)
     out = product("BNCH,BNHW->BNCW", q * since_state, state)
@@ -192,6 +187,35 @@ def _chunk(state: jax.Array, tokens: Recurrence) -> tuple[jax.Array, jax.Array]:
     written = product("BNCH,BNCW->BNHW", k * until_end, news)
     # [B, N, G, 1], 0 where another text has begun.
     return state * since_state[..., -1, :, None] + written, out
+
+
+def inverse_of(lower: jax.Array) -> jax.Array:
+    """Return the inverse of 1 + L for L [..., C, C] below the diagonal, from those of blocks of 1,
+    2, 4, ... rows: two of them make one of twice the size.
+
+        | A  0 |           |     A^-1          0   |
+        | M  D |  inverse  | -D^-1 M A^-1    D^-1  |
+
+    It is as exact as substitution, where sums of powers of L cancel if keys are alike. The solver
+    of LAPACK in jaxlib 0.10.2 is not called: two of its batches at once wait for each other's
+    threads forever on a CPU of two cores.
+    """
+    count = lower.shape[-1]
+    size = 2 ** math.ceil(math.log2(count))
+    filling = [(0, 0)] * (lower.ndim - 2) + [(0, size - count)] * 2
+    lower = jnp.pad(lower, filling)
+    blocks = jnp.ones((*lower.shape[:-2], size, 1, 1))  # [..., C / s, s, s] for s = 1
+    for s in [2**i for i in range(size.bit_length() - 1)]:
+        first = blocks[..., ::2, :, :]  # A^-1
+        second = blocks[..., 1::2, :, :]  # D^-1
+        # [..., C / 2 s, 2 s, C / 2 s, 2 s], of which the blocks on the diagonal have M.
+        pairs = lower.reshape(*lower.shape[:-2], size // (2 * s), 2 * s, size // (2 * s), 2 * s)
+        on_diagonal = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)
+        m = on_diagonal[..., s:, :s]
+        below = -jnp.matmul(jnp.matmul(second, m, precision="highest"), first, precision="highest")
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        blocks = jnp.concatenate([upper, jnp.concatenate([below, second], axis=-1)], axis=-2)
+    return blocks[..., 0, :count, :count]
 
 
 def state_of_device(tokens: Recurrence, chunk: int) -> jax.Array:
