@@ -405,11 +405,6 @@ def t5gemma_stack(side: str, stack: str) -> tuple[TensorRow, ...]:
 
 
 HEAD = "lm_head.out_proj.weight"
-T5GEMMA_ROWS = (
-    *t5gemma_stack("encoder", "encoder."),
-    *t5gemma_stack("decoder", ""),
-    TensorRow(HEAD, "head.weight"),
-)
 T5GEMMA = Family(
     "t5gemma",
     {"T5GemmaForConditionalGeneration": {}},
@@ -421,7 +416,11 @@ T5GEMMA = Family(
         Dropout("dropout_rate attention_dropout"),
         tied(True),
     ),
-    lambda config: T5GEMMA_ROWS,
+    lambda config: (
+        *t5gemma_stack("encoder", "encoder."),
+        *t5gemma_stack("decoder", ""),
+        TensorRow(HEAD, "head.weight"),
+    ),
     prefix="model.",
     bases=("T5GemmaModel",),
     copies=tied_copy(HEAD, "model.decoder.embed_tokens.weight"),

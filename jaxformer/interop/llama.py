@@ -94,7 +94,6 @@ MINISTRAL3 = decoder_like(
 )
 
 # StableLM (arXiv:2402.17834): layer norms, and RoPE of a quarter of a head.
-LAYER_NORM = Constant({"norm": "layer"})
 LAYER_NORM_OF_HEADS = {False: "none", True: "layer", None: "none"}
 STABLELM = decoder_like(
     "stablelm",
@@ -110,7 +109,7 @@ STABLELM = decoder_like(
         *keys(layer_norm_eps=1e-5),
         Dropout("hidden_dropout"),
         DivisibleHeads(),
-        LAYER_NORM,
+        Constant({"norm": "layer"}),
         SILU,
         RopeKeys(fraction=("partial_rotary_factor", 0.25)),
         Biases({"use_qkv_bias": (frozenset({"qkv"}), False)}, always=frozenset({"norm"})),
@@ -210,8 +209,6 @@ INTERLEAVED_PAIRS = Constant({"rope.pairing": "interleaved"})
 
 
 # Command R (Cohere 2024): attention and feed-forward read the same norm.
-# The width of a head follows from the two others.
-COHERE_SIZES = sizes("head_dim rms_norm_eps")
 COHERE = decoder_like(
     "cohere",
     "Cohere",
@@ -222,7 +219,8 @@ COHERE = decoder_like(
         *norm(LAYER + "input_layernorm", "blocks.attention_norm"),
     ),
     (
-        *COHERE_SIZES,
+        # The width of a head follows from the two others.
+        *sizes("head_dim rms_norm_eps"),
         DivisibleHeads(),
         Constant({"norm": "layer", "residual": "parallel_shared"}),
         *keys(layer_norm_eps=1e-5),

@@ -122,9 +122,7 @@ def linear(
 ) -> tuple[TensorRow, ...]:
     """Return the weight of a linear layer and its bias, or of queries, keys and values in one."""
     weight = TensorRow(f"{hf}.weight", leaves, transform)
-    if isinstance(leaves, str):
-        return weight, TensorRow(f"{hf}.bias", f"{leaves}_bias")
-    biases = tuple(f"{path}_bias" for path in leaves)
+    biases = tuple(f"{path}_bias" for path in weight.paths)
     return weight, TensorRow(f"{hf}.bias", biases, transform)
 
 
