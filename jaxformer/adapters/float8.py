@@ -92,7 +92,7 @@ class Float8:
                 " jf.make_mesh, or set train.products to dtype."
             )
         y = product(equation, x, self.weight.astype(x.dtype)).astype(dtype or x.dtype)
-        return constrain(y, to) if to else y
+        return constrain(y, to)
 
     def astype(self, dtype: Any) -> "Float8":
         return Float8(self.weight.astype(dtype))

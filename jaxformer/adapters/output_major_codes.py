@@ -99,7 +99,7 @@ class Int8Head:
             return self.table.contract(equation, x, to=to, **how)
         y = self.turned.contract(inputs_first(equation), x, to=None, **how)
         y = y[..., : self.shape[0]]
-        return constrain(y, to) if to else y
+        return constrain(y, to)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         return self.table.lookup(index, to)

@@ -162,7 +162,7 @@ class CodedWeight:
             sums = _from_codes(x.reshape(-1, math.prod(self.shape[:inputs])), self)
             y = sums.reshape(*x.shape[: x.ndim - inputs], *self.shape[inputs:])
             y = y.astype(dtype or x.dtype)
-            return constrain(y, to) if to else y
+            return constrain(y, to)
 
         @jax.checkpoint
         def product(x: jax.Array, leaf: CodedWeight) -> jax.Array:

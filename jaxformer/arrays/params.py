@@ -339,7 +339,7 @@ def contract(
         y = wide_product(equation, x, w)
     else:
         y = product(equation, x, w, dtype)
-    return constrain(y, to) if to else y
+    return constrain(y, to)
 
 
 def product(equation: str, x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:

@@ -141,10 +141,11 @@ def activation(shape: Sequence[int], axes: Axes) -> PartitionSpec:
     return partition(shape, axes, ACTIVATION_RULES, free_axes())
 
 
-def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """Return `x` placed by the names of its axes on the mesh in force; `x` itself without one."""
-    # Without a mesh, or on one device, which would only lengthen the program.
-    if math.prod(free_axes().values()) == 1:
+def constrain(x: jax.Array, axes: Axes | None) -> jax.Array:
+    """Return `x` placed by the names of its axes on the mesh in force; `x` itself without a mesh,
+    and with None for the axes."""
+    # One device needs no placement, which would only lengthen the program.
+    if axes is None or math.prod(free_axes().values()) == 1:
         return x
     sharding = activation(x.shape, axes)
     if explicit_axes():
