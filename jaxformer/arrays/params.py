@@ -358,6 +358,10 @@ def product(equation: str, x: jax.Array, w: jax.Array, dtype: Any = None) -> jax
     if any(equation.count(letter) == 1 for letter in re.sub("[^A-Za-z]", "", equation)):
         # The sum over an axis of one operand alone, whose derivative is no product.
         return _product(equation, x, w, dtype)
+    left, right, _ = re.split(",|->", equation)
+    if all(size == 1 for letter, size in zip(left, x.shape, strict=True) if letter not in right):
+        # One row, as in decoding, takes several times as long by the instructions.
+        return _product(equation, x, w, dtype)
     return NARROW_PRODUCT.bind(x, w, equation=equation)  # type: ignore[no-any-return]
 
 
@@ -371,9 +375,9 @@ def _product(equation: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array
     left, right, out = _letters(equation, x.shape, w.shape)
     free_sizes = [size for letter, size in zip(left, x.shape, strict=True) if letter not in right]
     is_one_row = left[0] == out[:1] and left[0] not in right and math.prod(free_sizes) == 1
-    if is_one_row and (platform() == "gpu" or _is_narrow_on_cpu(x)):
+    if is_one_row and platform() == "gpu":
         # XLA multiplies one row by a sum of products, for which it may write an array of the size
-        # of the matrix, and on a CPU takes no instructions for bfloat16. Two rows it gives to the
+        # of the matrix. Two rows it gives to the
         # kernels of matrix products, and those of one x to one kernel: compiled for an H200, a
         # token of four layers of a Llama 1B moves 471 MiB instead of 612, of which 461 are weights.
         # The barrier keeps the second row.
