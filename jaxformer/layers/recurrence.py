@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxformer.arrays.params import wide_product
 from jaxformer.layers.exchange import CONTEXT
 from jaxformer.layers.masks import AttentionMask, segment_ids
 
@@ -145,9 +146,8 @@ def _chunk(state: jax.Array, tokens: Recurrence) -> tuple[jax.Array, jax.Array]:
     q, k, v, log_decay, rate, begins = tokens
     dtype = q.dtype
 
-    def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        operands = (a.astype(dtype), b.astype(dtype))
-        return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32)
+    def multiplied(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return wide_product(equation, a.astype(dtype), b.astype(dtype))
 
     text = jnp.cumsum(begins, axis=-1)  # [B, 1, C], 0 where a token goes on with the state
     earlier = jnp.tril(jnp.ones((q.shape[2],) * 2, bool))
@@ -169,7 +169,7 @@ def _chunk(state: jax.Array, tokens: Recurrence) -> tuple[jax.Array, jax.Array]:
         between = total[..., :, None, :] - total[..., None, :, :]
         decay = jnp.exp(jnp.where(pairs[..., None], between, -jnp.inf))
         if total.shape[-1] == 1:
-            return product("BNCH,BNDH->BNCD", read, k) * decay[..., 0]
+            return multiplied("BNCH,BNDH->BNCD", read, k) * decay[..., 0]
         return (read[..., :, None, :] * k[..., None, :, :] * decay).sum(-1)
 
     news = rate[..., None] * v.astype(jnp.float32)  # [B, N, C, W]
@@ -181,10 +181,10 @@ def _chunk(state: jax.Array, tokens: Recurrence) -> tuple[jax.Array, jax.Array]:
     known = jnp.concatenate([news, found], axis=-1)  # [B, N, C, W + H]
     solved = jnp.matmul(inverse_of(lower), known, precision="highest")
     news, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
-    news = news - product("BNCH,BNHW->BNCW", keys, state)
-    out = product("BNCH,BNHW->BNCW", q * since_state, state)
-    out += product("BNCD,BNDW->BNCW", scores(q, same), news)
-    written = product("BNCH,BNCW->BNHW", k * until_end, news)
+    news = news - multiplied("BNCH,BNHW->BNCW", keys, state)
+    out = multiplied("BNCH,BNHW->BNCW", q * since_state, state)
+    out += multiplied("BNCD,BNDW->BNCW", scores(q, same), news)
+    written = multiplied("BNCH,BNCW->BNHW", k * until_end, news)
     # [B, N, G, 1], 0 where another text has begun.
     return state * since_state[..., -1, :, None] + written, out
 

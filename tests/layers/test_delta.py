@@ -107,6 +107,22 @@ def test_outputs_and_gradients_are_those_of_the_recurrence_in_float64(decay):
     jax.tree.map(close, found, exact)
 
 
+def test_products_in_16_bits_are_within_their_rounding():
+    """The state, the decays and the solution of a chunk are float32 all the same."""
+    config = model("head")
+    params, x = layer("head")
+
+    def gradient(dtype):
+        def value(x):
+            return jnp.square(applied(config, params, x.astype(dtype)).astype(jnp.float32)).mean()
+
+        return jax.jit(jax.grad(value))(x)
+
+    exact = gradient(jnp.float32)
+    found = gradient(jnp.bfloat16)
+    assert 1e-4 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.05
+
+
 @pytest.mark.parametrize("decay", CONFIGS)
 def test_the_length_of_chunks_changes_nothing(decay):
     params, x = layer(decay)
