@@ -377,10 +377,9 @@ def _product(equation: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array
     is_one_row = left[0] == out[:1] and left[0] not in right and math.prod(free_sizes) == 1
     if is_one_row and platform() == "gpu":
         # XLA multiplies one row by a sum of products, for which it may write an array of the size
-        # of the matrix. Two rows it gives to the
-        # kernels of matrix products, and those of one x to one kernel: compiled for an H200, a
-        # token of four layers of a Llama 1B moves 471 MiB instead of 612, of which 461 are weights.
-        # The barrier keeps the second row.
+        # of the matrix. Two rows it gives to the kernels of matrix products, and those of one x to
+        # one kernel: compiled for an H200, a token of four layers of a Llama 1B moves 471 MiB
+        # instead of 612, of which 461 are weights. The barrier keeps the second row.
         x = jax.lax.optimization_barrier(jnp.concatenate([x, x]))
         return _product(equation, x, w, dtype)[:1]
     # Rows of which the mesh divides the tokens cannot be flattened: the compiler would gather them.
