@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxformer.config.model import ModelConfig
-from jaxformer.config.records import Attention, Latent, Recurrent, Rope
+from jaxformer.config.records import Attention, Latent, Recurrent, Rope, names_of
 from jaxformer.config.settings import flat, with_settings
 
 Changes = Callable[[ModelConfig], Mapping[str, Any]]
@@ -44,14 +44,26 @@ def _dense(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def _own_mixer(config: ModelConfig) -> Mapping[str, Any]:
-    return {} if config.mixer == "delta" else {"recurrent": Recurrent()}
+    if config.mixer == "delta":
+        return {}
+    widths = [width for width in names_of(config.mup_base) if not width.startswith("recurrent.")]
+    return {"recurrent": Recurrent(), "mup_base": " ".join(widths)}
 
 
 def _delta(config: ModelConfig) -> Mapping[str, Any]:
     of_attention = {"attention": Attention(), "latent": Latent(), "rope": Rope()}
     # Those that the stack has embedded are told by the same setting.
     embedded = config.positions if config.positions in ("learned", "sinusoidal") else "none"
-    return {"mixer": "delta", "positions": embedded, "window": 0, "n_kv_heads": 0, **of_attention}
+    return {
+        "mixer": "delta",
+        "positions": embedded,
+        "window": 0,
+        "n_kv_heads": 0,
+        # The scale of scores alone follows the base in a layer.
+        "parametrization": "standard",
+        "mup_base": "",
+        **of_attention,
+    }
 
 
 LAYER_PATTERNS: dict[str, dict[str, Changes]] = {

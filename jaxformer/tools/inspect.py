@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
+from jaxformer.layers.block import MIXERS
 from jaxformer.layers.head import head
 from jaxformer.layers.masks import AttentionMask, TokenLayout, visible
 from jaxformer.layers.norm import norm
@@ -95,7 +96,7 @@ def attention_maps(
     `jf.forward`.
 
     `inputs` are the keywords of `jf.forward`: `source` [B, S] for an encoder-decoder. Raises
-    ConfigError for a layer that no stack has.
+    ConfigError for a layer that no stack has, and for a recurrent one.
     """
     # The layers of each kind of attention.
     depths = {"encoder": config.encoder_layers}
@@ -109,6 +110,14 @@ def attention_maps(
     bad = sorted({*layers} - {*range(depth_limit)})
     if bad:
         raise ConfigError(f"layers={bad} are not among 0 .. {depth_limit - 1} of this model.")
+    mixers = [MIXERS[layer.mixer] for layer in layer_configs(config, config.n_layers)]
+    recurrent = [i for i in layers if i < len(mixers) and mixers[i].in_order]
+    if recurrent:
+        attending = [i for i, mixer in enumerate(mixers) if not mixer.in_order]
+        raise ConfigError(
+            f"layers={recurrent} have a state instead of attention to tokens: choose from"
+            f" layers={attending}."
+        )
     names = {}
     every = list[str]()
     for kind, depth in depths.items():

@@ -195,6 +195,30 @@ def test_a_state_after_100_000_tokens_is_that_of_the_parallel_form():
     np.testing.assert_allclose(out, chunked, atol=1e-4)
 
 
+def test_attention_is_shown_of_the_layers_that_have_it():
+    config = jf.ModelConfig(**SIZES | {"n_layers": 3}, layer_pattern="ddm")
+    params = jf.init(config, jax.random.key(0))
+    tokens = np.arange(6)[None]
+    with pytest.raises(jf.ConfigError, match=r"layers=\[0, 1\] have a state.*layers=\[2\]"):
+        jf.attention_maps(params, config, tokens)
+    assert jf.attention_maps(params, config, tokens, layers=[2]).decoder.shape == (1, 1, 4, 6, 6)
+
+
+def test_widths_of_a_recurrent_layer_follow_those_of_a_base():
+    base = "d_model=12 n_heads=2 n_kv_heads=1 recurrent.key_heads=1"
+    config = jf.ModelConfig(
+        **SIZES | {"n_layers": 2, "n_kv_heads": 2},
+        layer_pattern="dm",
+        recurrent=jf.Recurrent(key_heads=2),
+        parametrization="mup",
+        mup_base=base,
+    )
+    blocks = specs(config)["blocks"]
+    assert blocks["0"]["delta"]["q"].growth == (2, 2)
+    assert blocks["0"]["delta"]["out"].growth == (2, 2)
+    assert blocks["1"]["attention"]["k"].growth == (2, 2)
+
+
 def test_a_table_has_a_layer_for_each_letter():
     config = jf.ModelConfig(**SIZES | {"n_layers": 5}, layer_pattern="ddm")
     blocks = specs(config)["blocks"]
