@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from jaxformer.config.records import names_of
@@ -16,7 +17,6 @@ INPUTS = ("normed", "hidden")
 ONE_SIDE = "a decoder sees one side only"
 NO_SOURCE = "other models have no source"
 OF_LATENT = "the other mixers have no latents"
-OF_STATE = "the other has a state instead of keys of all tokens"
 KEPT = "it names the points that are kept"
 OF_WIDTH = "it changes with the width in a way of its own: give the number at all widths as"
 # For a setting and those of its values that serve: what needs one of them, a setting with one value
@@ -57,13 +57,6 @@ NEEDS = {
         "attention.query_key_norm": "latents have norms of their own",
         "positions=disentangled": "it multiplies keys",
     },
-    ("mixer", "attention latent"): {
-        "window": OF_STATE,
-        "attention.value_dim": OF_STATE,
-        "attention.scale": OF_STATE,
-        "attention.soft_cap": OF_STATE,
-        "attention.sinks": OF_STATE,
-    },
     ("positions", "none learned sinusoidal"): {"mixer=delta": "it reads tokens in their order"},
     ("positions", "rope learned alibi t5 disentangled none"): {
         "embedding.positions=learned": "the others are embedded too"
@@ -83,6 +76,15 @@ NEEDS = {
         "head.scale": f"{OF_WIDTH} model.head.divisor",
     },
 }
+# Settings that a mixer with a state instead of keys does not have; each is 0 where it is not used.
+OF_KEYS = (
+    "window",
+    "n_kv_heads",
+    "attention.value_dim",
+    "attention.scale",
+    "attention.soft_cap",
+    "attention.sinks",
+)
 # The settings behind properties.
 SETTING_OF = {"output": "head.kind", "embedded_positions": "positions"}
 
@@ -193,10 +195,10 @@ def _further_conflicts(config: Any) -> Iterator[str]:
                 f" model.mixer='latent': of the {config.head_width} dimensions of a head"
                 " (model.head_dim) it counts those with one key for all heads."
             )
-    if config.mixer != "attention" and config.n_kv_heads not in (0, config.n_heads):
+    if config.mixer == "latent" and config.n_kv_heads not in (0, config.n_heads):
         yield (
-            f"n_kv_heads={config.n_kv_heads} needs model.mixer='attention': with"
-            f" {config.mixer!r} it has no meaning, so set it to 0."
+            f"n_kv_heads={config.n_kv_heads} needs model.mixer='attention': with 'latent' each"
+            " head has keys of its own, so set it to 0."
         )
     yield from _recurrent(config)
     if config.layer_groups and config.n_layers % config.layer_groups:
@@ -227,6 +229,13 @@ def _recurrent(config: Any) -> Iterator[str]:
             " model.layer_pattern: a state has read the tokens of one side, so choose"
             " model.family='decoder'."
         )
+    for setting in OF_KEYS:
+        value = attrgetter(setting)(config)
+        if config.mixer == "delta" and value:
+            yield (
+                f"{setting}={value!r} is for keys of all tokens, and model.mixer='delta' has a"
+                " state instead: leave it out."
+            )
     heads = config.recurrent_heads
     shared = config.recurrent.key_heads or heads
     if heads % shared:

@@ -86,7 +86,7 @@ REFUSED = [
     (LATENT | {"attention.temperature": 0.1}, "temperature=0.1 needs model.mixer='attention'"),
     (LATENT | {"mixer": "attention"}, "latent.kv_rank=6 needs model.mixer='latent'"),
     (DELTA | {"positions": "rope"}, "it reads tokens in their order"),
-    (DELTA | {"window": 8}, "a state instead of keys of all tokens"),
+    (DELTA | {"window": 8}, "window=8 is for keys of all tokens"),
     (DELTA | {"family": "encoder"}, "choose model.family='decoder'"),
     (DELTA | {"recurrent.key_heads": 3}, "key_heads=3 must divide the 4 heads"),
     ({"layer_pattern": "da"}, r"m \(model.mixer\) and d \(delta\)"),
