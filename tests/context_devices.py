@@ -177,17 +177,17 @@ def decoding(**changes):
     return {"one": one, "several": several, "share": share}
 
 
-def recurrences(labels):
+def recurrences(labels, length=32):
     """The largest error on each mesh of a gradient through a recurrence and attention, where rows
     have several texts and padding: they begin on another device than they end."""
     config = a_run("llama", vocab_size=64, **DELTA).model
     params = jf.init(config, jax.random.key(0))
-    tokens = np.random.default_rng(0).integers(0, 64, (8, 32), dtype=np.int32)
-    index = np.arange(32)
+    tokens = np.random.default_rng(0).integers(0, 64, (8, length), dtype=np.int32)
+    index = np.arange(length)
     ids = np.where(index < 2, 0, np.where(index < 9, 1, np.where(index < 27, 2, 3)))
     segments = np.tile(ids, (8, 1)).astype(np.int32)
     segments[1] = 1
-    segments[2, 30:] = 0
+    segments[2, -2:] = 0
 
     def gradient():
         def value(params):
@@ -232,6 +232,8 @@ def main() -> None:
         report["splash"] = splash()
         report["decoding"] = decoding(**LATENT)
         report["recurrences"] = recurrences(["context 4", "context 8"])
+        # A device has two tokens, and a convolution reads three before each.
+        report["recurrences"]["short"] = recurrences(["context 8"], 16)["context 8"]
     else:
         report["attentions"] = attentions(ATTENTIONS, "context 2")
         report["arrangement"] = arrangement()

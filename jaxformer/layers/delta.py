@@ -24,10 +24,10 @@ from jax.typing import DTypeLike
 from jaxformer.arrays.params import Params, Spec, Specs, ones
 from jaxformer.arrays.sharding import activation, constrain, explicit_axes, free_axes, on_devices
 from jaxformer.config.model import ModelConfig
-from jaxformer.layers.exchange import CONTEXT, DIVIDED_TOKENS
+from jaxformer.layers.exchange import CONTEXT, DIVIDED_TOKENS, devices_along
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.norm import rms_norm
-from jaxformer.layers.output import Aux, Captures, Output
+from jaxformer.layers.output import Aux, Output
 from jaxformer.layers.recurrence import (
     Recurrence,
     last_tokens,
@@ -127,6 +127,9 @@ def delta(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Outp
     k = linear("BTD,DNH->BTNH", params, "k", x, to=DIVIDED_TOKENS)
     v = linear("BTD,DNH->BTNH", params, "v", x, to=DIVIDED_TOKENS)
     log_decay, rate = decay_and_rate(params, config, x, real)
+    log_decay, captures = call.request.apply("delta_log_decay", log_decay)
+    rate, captured = call.request.apply("delta_rate", rate)
+    captures |= captured
     taps = {name: params[f"{name}_taps"] for name in ("q", "k", "v")}
     kept = {name: array for name, array in kept.items() if name != "segment"}
     read = {"q": q, "k": k, "v": v}, taps, log_decay, rate, begins, real, kept
@@ -136,10 +139,10 @@ def delta(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Outp
     out = linear(
         "BTNH,NHD->BTD", params, "out", out.astype(x.dtype), to=("batch", "sequence", None)
     )
-    captures: Captures = {}
-    for name, value in (("decay", jnp.exp(log_decay)), ("rate", rate), ("state", kept["state"])):
-        captures |= call.request.apply(f"delta_{name}", value)[1]
-    cache = None if cache is None else cache._replace(kept=kept | {"segment": segment})
+    state, captured = call.request.apply("delta_state", kept["state"])
+    captures |= captured
+    if cache is not None:
+        cache = cache._replace(kept=kept | {"state": state, "segment": segment})
     return Output(out, cache, Aux(captures=captures))
 
 
@@ -169,9 +172,11 @@ def _placed(
     *arrays: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Call `_on_device` on the rows, heads and tokens of each device of the mesh in force. With a
-    cache each device reads all tokens of its rows, since the state behind the last is kept."""
-    batch, tokens, heads, _ = activation(projected["q"].shape, DIVIDED_TOKENS)
-    if cached:
+    cache each device reads all tokens of its rows, since the state behind the last is kept, and so
+    it does where it would have fewer tokens than a convolution reads of the device before it."""
+    shape = projected["q"].shape
+    batch, tokens, heads, _ = activation(shape, DIVIDED_TOKENS)
+    if cached or shape[1] // devices_along(tokens) < config.recurrent.convolution - 1:
         tokens = None
     run = functools.partial(_on_device, config, cached, tokens is not None)
     if math.prod(free_axes().values()) == 1:

@@ -26,6 +26,7 @@ from jaxformer.tools.plan_memory import (
     gradient_bytes,
     matrix_elements,
     memory_plan,
+    of_mesh,
     recomputed_names,
     replanned,
     tile_length,
@@ -254,13 +255,7 @@ def smallest_changes(planned: PlannedRun) -> list[Change]:
                 if "mesh.context" in settings:
                     # All devices divide the parameters, and may have more rows each.
                     settings = {"mesh.fsdp": devices // settings["mesh.context"]} | settings
-                axes = {}
-                others = {}
-                for name, value in settings.items():
-                    if name.startswith("mesh."):
-                        axes[name] = value
-                    else:
-                        others[name] = value
+                axes, others = of_mesh(settings)
                 try:
                     if (key := tuple(axes.items())) not in placed:
                         placed[key] = replanned(planned, axes)

@@ -207,10 +207,8 @@ def planned_run(
     return PlannedRun(**resolved.fields(), device_name=device_name, device=device, batch=batch)
 
 
-def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
-    """Return the same devices with other values of some settings, by their dotted names: of the
-    mesh, microbatches, remat or the loop of layers. Other axes of the mesh take their devices from
-    mesh.data."""
+def of_mesh(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the mesh among some by their dotted names, and the others."""
     axes = {}
     others = {}
     for name, value in settings.items():
@@ -218,6 +216,14 @@ def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
             axes[name] = value
         else:
             others[name] = value
+    return axes, others
+
+
+def replanned(planned: PlannedRun, settings: Mapping[str, Any]) -> PlannedRun:
+    """Return the same devices with other values of some settings, by their dotted names: of the
+    mesh, microbatches, remat or the loop of layers. Other axes of the mesh take their devices from
+    mesh.data."""
+    axes, others = of_mesh(settings)
     if axes:
         sizes = with_settings(planned.run, {"mesh.data": 0, **axes}).mesh
         mesh = abstract_mesh(planned.mesh.size, sizes.sizes, planned.device_name)

@@ -204,6 +204,17 @@ def test_attention_is_shown_of_the_layers_that_have_it():
     assert jf.attention_maps(params, config, tokens, layers=[2]).decoder.shape == (1, 1, 4, 6, 6)
 
 
+def test_a_rate_that_is_replaced_is_the_one_that_is_used():
+    config = jf.ModelConfig(**SIZES, layer_pattern="d")
+    params = jf.init(config, jax.random.key(0))
+    tokens = np.arange(6)[None]
+    name = "decoder.0.delta_rate"
+    still = jf.inspect(params, config, tokens, capture=("delta_state",), replace={name: 0.0})
+    assert not still.values["decoder.0.delta_state"].any()
+    expected = jf.forward(params, config, tokens)
+    assert jnp.abs(still.logits - expected).max() > 1e-4
+
+
 def test_widths_of_a_recurrent_layer_follow_those_of_a_base():
     base = "d_model=12 n_heads=2 n_kv_heads=1 recurrent.key_heads=1"
     config = jf.ModelConfig(
