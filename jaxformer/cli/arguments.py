@@ -122,6 +122,9 @@ class SampleArguments(ModelArguments):
     answer. Without --prompt, each line of standard input is a turn of one conversation."""
     system: str = ""
     """With --chat: the message of the system before the conversation."""
+    tools: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """With --chat: JSON that the chat template reads, a list of functions, or an object with the
+    lists "tools" and "documents"."""
     max_new_tokens: int = 256
     """Maximum number of new tokens."""
     temperature: OptionalFloat = None
@@ -161,6 +164,8 @@ class SampleArguments(ModelArguments):
                 raise ConfigError(f"--{first} and --{second} do not go together: use one of them.")
         if self.system and not self.chat:
             raise ConfigError("--system is a message of a conversation: add --chat.")
+        if self.tools is not None and not self.chat:
+            raise ConfigError("--tools are for the chat template: add --chat.")
         for name in ("n", "rows", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} {getattr(self, name)} must be at least 1.")

@@ -29,9 +29,10 @@ from jaxformer.runs.prompting import (
     turn_of,
     typed_lines,
 )
-from jaxformer.tokenizer.chat import ASSISTANT
+from jaxformer.tokenizer.chat import ASSISTANT, BESIDE, with_beside
 
 PROMPTS_ADVICE = 'give a text file with a prompt a line, or .jsonl with {"prompt": "..."} a line'
+TOOLS_ADVICE = 'give a list of functions in JSON, or {"tools": [...], "documents": [...]}'
 # The most new tokens for which the layers are a loop: each token takes 7 to 16 ms more than with
 # unrolled layers, which take 2 s longer to compile (GPT-2 124M and SmolLM2-135M, two cores).
 SHORT_TEXT = 64
@@ -198,6 +199,16 @@ def _print_growing(
 def _converse(model: Model, args: SampleArguments, rules: TextSettings) -> None:
     """Answers the prompt, or without one every line of standard input, with the turns before it. An
     answer ends with the special token with which the chat template of the tokenizer ends a turn."""
+    beside = {}
+    if args.tools is not None:
+        text = read_text(args.tools, TOOLS_ADVICE).strip()
+        if text.startswith("["):
+            text = f'{{"tools": {text}}}'
+        beside = parse_object(text, f"--tools {args.tools}", TOOLS_ADVICE)
+        if not {*beside} <= {*BESIDE}:
+            raise ConfigError(
+                f"--tools {args.tools} has the keys {', '.join(beside)}: {TOOLS_ADVICE}."
+            )
     messages = []
     if args.system:
         messages.append({"role": "system", "content": args.system})
@@ -208,7 +219,7 @@ def _converse(model: Model, args: SampleArguments, rules: TextSettings) -> None:
         if not turn.strip():
             raise ConfigError("the prompt is empty: give --prompt some text.")
         messages.append({"role": "user", "content": turn})
-        answering, start = turn_of(model, messages)
+        answering, start = turn_of(model, [with_beside(messages[0], beside), *messages[1:]])
         _check_prompt(model, start, [])
         if not answering.stops and not number:
             print(

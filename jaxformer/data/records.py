@@ -23,11 +23,12 @@ from jaxformer.data.documents import (
 from jaxformer.files import ConfigError, store_of
 from jaxformer.tokenizer.chat import (
     ASSISTANT,
+    BESIDE,
     NOT_RENDERED,
     checked_messages,
     learned_turns,
     rendered_message,
-    with_tools,
+    with_beside,
 )
 
 Kind = Literal["text", "label", "words", "tags", "messages", "prompt", "completion"]
@@ -170,7 +171,7 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
     for field in fields:
         wanted += field.columns
         if field.kind in ("messages", "prompt"):
-            wanted += ["tools", *NOT_RENDERED]
+            wanted += [*BESIDE, *NOT_RENDERED]
     try:
         with contextlib.ExitStack() as stack:
             # A few hundred rows at a time, since a row group may be the whole file.
@@ -317,7 +318,7 @@ def _renamed(message: object, handler: ErrorHandler) -> object:
 
 def _converted(value: Any, kind: Kind, row: Mapping[str, Any] = {}) -> Value | None:
     """Return what a value of JSON is as a field of this kind, None where it cannot be one. Messages
-    get the tools of their record, `row`."""
+    get the tools and documents of their record, `row`."""
     if kind in ("words", "tags"):
         if isinstance(value, str):
             value = value.split()
@@ -333,7 +334,7 @@ def _converted(value: Any, kind: Kind, row: Mapping[str, Any] = {}) -> Value | N
             messages = checked_messages(value)
             if kind == "messages":
                 learned_turns(messages)
-            messages[0] = with_tools(messages[0], row)
+            messages[0] = with_beside(messages[0], row)
             return tuple(json.dumps(message, ensure_ascii=False) for message in messages)
         except (ConfigError, TypeError) as error:
             # A TypeError is of values that Arrow has, and JSON has not.

@@ -5,6 +5,7 @@ A template is a text in Jinja, as tokenizers of Hugging Face models have it: cha
 chat_template in tokenizer_config.json.
 """
 
+import contextlib
 import copy
 import datetime
 import functools
@@ -39,14 +40,15 @@ SHAPE = 'a list of messages as [{"role": "user", "content": "..."}, ...]'
 LEARNED = ("weight", "train", "training", "trainable", "train_on_turn", "loss")
 NOT_LEARNED = ("mask", "masked")
 OF_LEARNING = re.compile("train|loss|mask|weight")  # in the name of any such key
-# The key of the first message for the tools that a record has beside its messages.
-TOOLS = "tools beside the messages"
+# What a record or a request has beside its messages for the template, and the key of the first
+# message for it.
+BESIDE = {key: f"{key} beside the messages" for key in ("tools", "documents")}
 # What else a record may have beside its messages for the template.
 NOT_RENDERED = ("functions", "chat_template_kwargs")
 TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of parts of a content
 
 # To be increased when conversations become other ids, so that no older cache is read.
-FORMAT_OF_CHATS = 3
+FORMAT_OF_CHATS = 4
 
 # The day that strftime_now shows in training data, so that tokens do not depend on the date; Llama
 # 3's template has it where there is no clock.
@@ -73,7 +75,8 @@ def checked_messages(value: Any) -> list[Message]:
     """Return the messages of a conversation, each of which has a role and a text. Keys whose value
     is null are left out, since Parquet and Arrow cannot tell them from missing ones.
 
-    A message with tool_calls may lack its content."""
+    A message with tool_calls may lack its content. Arguments of a call that are JSON, as those of
+    OpenAI, become the object, since most templates write them as JSON."""
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{_shown(value)} is no conversation: give {SHAPE}")
     if not value:
@@ -86,6 +89,8 @@ def checked_messages(value: Any) -> list[Message]:
                 f" {SHAPE}"
             )
         entries = {str(key): entry for key, entry in message.items() if entry is not None}
+        if entries.get("tool_calls"):
+            entries["tool_calls"] = _calls(entries["tool_calls"], number)
         content = entries.get("content", "" if entries.get("tool_calls") else None)
         if isinstance(content, list):
             texts = []
@@ -102,6 +107,30 @@ def checked_messages(value: Any) -> list[Message]:
             )
         messages.append(entries)
     return messages
+
+
+def _calls(calls: Any, number: int) -> list[Any]:
+    """Return the tool_calls of message `number`, with their arguments as objects."""
+    checked = []
+    for call in without_nulls(calls) if isinstance(calls, list | tuple) else [calls]:
+        # Some records have the function alone.
+        function = call
+        if isinstance(call, Mapping) and "function" in call:
+            function = call["function"]
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ConfigError(
+                f"message {number} has the tool call {_shown(call)}: give tool_calls as"
+                ' [{"type": "function", "function": {"name": "...", "arguments": {...}}}, ...]'
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            # Text that is no JSON is what a model wrote, and stays.
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        if isinstance(arguments, dict):
+            function = {**function, "arguments": arguments}
+        checked.append({**call, "function": function} if "function" in call else function)
+    return checked
 
 
 def learned_turns(messages: list[Message]) -> list[int]:
@@ -149,27 +178,30 @@ def _turns(messages: Sequence[Message]) -> list[int]:
 
 def rendered_message(message: Message) -> Message:
     """Return a message as a template reads it."""
-    left_out = (*LEARNED, *NOT_LEARNED, TOOLS)
+    left_out = (*LEARNED, *NOT_LEARNED, *BESIDE.values())
     return {key: value for key, value in message.items() if key not in left_out}
 
 
-def with_tools(message: Message, beside: Mapping[str, Any]) -> Message:
-    """Return the first message of a conversation, with the tools that its record has `beside` the
-    messages: a list of objects, or its JSON. Raises ConfigError for something else."""
+def with_beside(message: Message, beside: Mapping[str, Any]) -> Message:
+    """Return the first message of a conversation, with the tools and the documents that its record
+    or request has `beside` the messages: lists of objects, or their JSON. Raises ConfigError for
+    something else."""
     for key in NOT_RENDERED:
         if beside.get(key):
             raise ConfigError(f"{key} beside messages is not read: leave it out")
-    tools = beside.get("tools")
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            tools = "no JSON"
-    if not tools:
-        return message
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ConfigError("tools beside messages are a list of functions, or its JSON")
-    return {**message, TOOLS: without_nulls(tools)}
+    for key, name in BESIDE.items():
+        entries = beside.get(key)
+        if isinstance(entries, str) and entries:
+            try:
+                entries = json.loads(entries)
+            except (ValueError, RecursionError):
+                entries = "no JSON"
+        if not entries:
+            continue
+        if not isinstance(entries, list) or not all(isinstance(each, Mapping) for each in entries):
+            raise ConfigError(f"{key} beside messages are a list of objects, or its JSON")
+        message = {**message, name: without_nulls(entries)}
+    return message
 
 
 def without_nulls(value: Any) -> Any:
@@ -288,8 +320,17 @@ class ChatTemplate:
                 cuts += [(index, True), (index + 1, False)]
             text, *texts = (self._without_marks(text)[0] for text in self._texts(checked, cuts))
             spans = []
-            for index, prompt, turn in zip(turns, texts[::2], texts[1::2], strict=True):
-                if not (turn.startswith(prompt) and text.startswith(turn)):
+            following = [*texts[2::2], ""]  # the prompt for the next turn
+            each = zip(turns, texts[::2], texts[1::2], following, strict=True)
+            for index, prompt, turn, next_prompt in each:
+                content = None
+                if turn.startswith(prompt) and text.startswith(turn):
+                    content = turn[len(prompt) :]
+                elif turn.startswith(prompt) and text.startswith(prompt):
+                    alone = turn[len(prompt) :]
+                    after = text[len(prompt) : len(next_prompt)]
+                    content = self._shortened(checked[index], alone, after)
+                if content is None:
                     raise ConfigError(
                         f"{self.where} renders message {index + 1} otherwise than at the beginning"
                         " of what follows, or its prompt otherwise than before it, so that the"
@@ -297,7 +338,6 @@ class ChatTemplate:
                     )
                 # A template may write a line break behind the token that ends a turn. Generation
                 # ends at that token, so there is nothing to learn after it.
-                content = turn[len(prompt) :]
                 if content.rstrip().endswith(tuple(self._added)):
                     content = content.rstrip()
                 if content:
@@ -308,6 +348,21 @@ class ChatTemplate:
                 " there is nothing to learn: put these blocks around its content"
             )
         return text, spans
+
+    def _shortened(self, message: Message, alone: str, after: str) -> str | None:
+        """Return a turn that the template writes otherwise at the end of a conversation, `alone`,
+        than where others follow, as that of Qwen 3, which then leaves out the thoughts: the part of
+        the text `after` its prompt, before the next turn, up to the special token that ends it
+        alone. None where that token does not tell the end."""
+        end_name = next((name for name in self._added if alone.rstrip().endswith(name)), None)
+        if end_name is None or end_name in json.dumps(message, ensure_ascii=False):
+            return None
+        content, found, _ = after.partition(end_name)
+        # Another message would bring the special token that begins it.
+        others = [name for name in self._added if name in content and name not in alone]
+        if not found or others:
+            return None
+        return content + found
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of messages, with the beginning of an answer if
@@ -367,7 +422,7 @@ class ChatTemplate:
         beginning of an answer."""
         rendering = {
             "messages": [*map(rendered_message, messages)],
-            "tools": next((message[TOOLS] for message in messages if TOOLS in message), None),
+            "beside": {key: messages[0].get(name) for key, name in BESIDE.items()},
             "names": self._names,
             "cuts": cuts,
         }

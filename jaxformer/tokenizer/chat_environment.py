@@ -46,10 +46,10 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
     `marks` are put around what it writes in generation blocks, and `day` is what strftime_now
     shows, null for today. Without `rendering` the answer has `blocks`, which says whether the
-    template has generation blocks, or the error `wrong`. With it (`messages`, `tools`, the `names`
-    of special tokens, and `cuts`) the answer has `texts`: for each cut [count, prompt] that of the
-    first `count` messages, with the beginning of an answer if `prompt`. They end where the template
-    refuses the messages, for `refused`.
+    template has generation blocks, or the error `wrong`. With it (`messages`, `beside` with the
+    tools and the documents, the `names` of special tokens, and `cuts`) the answer has `texts`: for
+    each cut [count, prompt] that of the first `count` messages, with the beginning of an answer if
+    `prompt`. They end where the template refuses the messages, for `refused`.
     """
     try:
         template, has_blocks = compiled(
@@ -70,8 +70,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         try:
             text = template.render(
                 messages=rendering["messages"][:count],
-                tools=rendering["tools"],
-                documents=None,
+                **rendering["beside"],
                 add_generation_prompt=prompt,
                 **rendering["names"],
             )

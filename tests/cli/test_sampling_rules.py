@@ -173,6 +173,42 @@ def test_the_sample_at_the_end_of_a_run_has_the_same_rules(
             assert written.startswith("the") and "=>" not in written
 
 
+def test_tools_of_a_file_are_in_the_prompt(
+    run_dir: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy(run_dir, tmp_path / "run")
+    beside = "{% for t in (tools or []) + (documents or []) %}{{ t.name }}{% endfor %}"
+    (run / "chat_template.jinja").write_text(beside + TEMPLATE)
+    starts: list[list[int]] = []
+
+    def writes(params: Any, config: Any, prompt: Any, *_: Any, **rules: Any) -> list[np.ndarray]:
+        starts.append(prompt[0])
+        return [np.array([[5]])]
+
+    monkeypatch.setattr(sample, "stream_tokens", writes)
+    tokenizer = jf.load(run).tokenizer
+    assert tokenizer is not None
+    file = tmp_path / "tools.json"
+    command = ["sample", str(run), "--prompt", "the", "--tools", str(file)]
+    for content, before in (
+        ('[{"name": "a"}]', "a"),
+        ('{"documents": [{"name": "cat"}], "tools": [{"name": "a "}]}', "a cat"),
+    ):
+        file.write_text(content)
+        assert main([*command, "--chat", "--system", "a"]) == 0
+        assert starts.pop() == tokenizer.encode(f"{before}a<|endoftext|>the<|endoftext|>", True)
+    for content, more, message in (
+        ("[{}]", "", "--tools are for the chat template: add --chat."),
+        ("[", "--chat", f"--tools {file} is not JSON"),
+        ('{"tool": []}', "--chat", f"--tools {file} has the keys tool: give a list of functions"),
+        ('["a"]', "--chat", "tools beside messages are a list of objects"),
+    ):
+        file.write_text(content)
+        capsys.readouterr()
+        assert main([*command, *more.split()]) == 2
+        assert message in capsys.readouterr().err
+
+
 # What the file states or the command says, and words of the message.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": "hot"}, "", "temperature is hot, and must be at least 0, and finite"),

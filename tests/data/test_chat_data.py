@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, CONVERSATIONS, write_lines
+from chat_templates import (
+    CHATML,
+    CONVERSATIONS,
+    DOCUMENTS,
+    FUNCTIONS,
+    SMOLLM3,
+    WITH_CALLS,
+    write_lines,
+)
 from corpora import prepare
 from tiny_run import contents, line, logged, train_here
 
@@ -26,7 +34,7 @@ from jaxformer.data.source import find_source
 from jaxformer.files import ConfigError
 from jaxformer.runs.objectives import with_chats
 from jaxformer.tokenizer import ChatTemplate, Tokenizer, train_bpe_tokenizer
-from jaxformer.tokenizer.chat import template_fingerprint
+from jaxformer.tokenizer.chat import template_fingerprint, with_beside
 
 FIELDS: Fields = (RecordField("data.messages_field", "messages", "messages"),)
 RECORDS = [{"id": name, "messages": messages} for name, messages in CONVERSATIONS.items()]
@@ -281,6 +289,27 @@ FORMS: dict[str, tuple[Any, dict[str, str]]] = {
     ),
     "TRL of texts": (lambda chat: {"prompt": "cat", "completion": " sat"}, IN_TEXT),
 }
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_record_brings_its_tools_and_documents(
+    suffix: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tokenizer / "chat_template.jinja").write_text(SMOLLM3)
+    beside = {"tools": FUNCTIONS, "documents": DOCUMENTS}
+    record = {"messages": WITH_CALLS} | beside
+    path = write_lines(tmp_path / "a.jsonl", [record])
+    if suffix == "parquet":
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    template = ChatTemplate.of(Tokenizer.load(tokenizer))
+    ids, learned = template.encode([with_beside(WITH_CALLS[0], beside), *WITH_CALLS[1:]])
+    found = segments(prepare(run_of(tmp_path, path, sequence_length=2048)))
+    assert found == [(ids[:-1], ids[1:], [float(value) for value in learned[1:]])]
+    assert "Grüße" in template.tokenizer.decode(ids) and 0 < sum(learned) < len(ids)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -8,7 +8,22 @@ from typing import Any
 
 import pytest
 import transformers
-from chat_templates import BLOCKS, CHATML, CONVERSATIONS, MISTRAL, SPECIAL, STYLES, SYSTEM, TOOLS
+from chat_templates import (
+    BLOCKS,
+    CALL,
+    CHATML,
+    CONVERSATIONS,
+    DOCUMENTS,
+    FUNCTIONS,
+    MISTRAL,
+    SPECIAL,
+    STYLES,
+    SYSTEM,
+    TOOL_STYLES,
+    TOOLS,
+    WITH_CALLS,
+    without_blocks,
+)
 from pretrained_tokenizers import change, saved
 
 from jaxformer.cluster.bounded import BoundedProcess
@@ -19,7 +34,7 @@ from jaxformer.tokenizer.chat import (
     UnboundedTemplate,
     set_chat_template,
     template_fingerprint,
-    with_tools,
+    with_beside,
     without_nulls,
 )
 
@@ -218,23 +233,61 @@ def test_turns_that_the_data_excludes_are_read_and_not_learned(style, key, tmp_p
         assert "b" in text and "no" not in text and sum(learned) < sum(every)
 
 
-def test_tools_and_parts_of_text_are_rendered_as_transformers_does(tmp_path):
+@pytest.mark.parametrize("style", TOOL_STYLES)
+def test_tools_calls_and_documents_are_rendered_and_learned_as_in_transformers(style, tmp_path):
+    """With generation blocks, and as published, without them; arguments as JSON are the object."""
+    template, kind = TOOL_STYLES[style]
+    ours, hf = both(kind, template, tmp_path / "blocks")
+    plain, _ = both(kind, without_blocks(template), tmp_path / "plain")
+    assert ours.has_blocks and not plain.has_blocks
+    context: dict[str, Any] = {"tools": FUNCTIONS, "documents": DOCUMENTS}
+    as_json = {**CALL, "arguments": json.dumps(CALL["arguments"])}
+    calls = [{"type": "function", "id": "call12345", "function": as_json}]
+    for end in (2, 4, 6):
+        expected = hf.apply_chat_template(
+            WITH_CALLS[:end], **context, return_dict=True, return_assistant_tokens_mask=True
+        )
+        mask = expected["assistant_masks"]
+        for messages in (WITH_CALLS, [WITH_CALLS[0], {**WITH_CALLS[1], "tool_calls": calls}]):
+            record = [
+                with_beside(messages[0], context),
+                *messages[1:],
+                *WITH_CALLS[len(messages) :],
+            ]
+            for template_of_ours in (ours, plain):
+                ids, learned = template_of_ours.encode(record[:end])
+                assert ids == expected["input_ids"]
+                assert [int(value) for value in learned] == mask
+        asked = hf.apply_chat_template(
+            WITH_CALLS[: end - 1], **context, add_generation_prompt=True, return_dict=False
+        )
+        assert ours.encode_prompt(record[: end - 1]) == asked
+    text = ours.tokenizer.decode([i for i, kept in zip(ids, mask, strict=True) if kept])
+    for written in ("Zürich", "Dry, mostly.", "Noon."):
+        assert written in text
+    assert "rain" not in text and "And the time" not in text
+    whole = ours.render(record)
+    assert "required" in whole and ("It rains." in whole) == (style == "smollm3")
+
+
+def test_what_stands_beside_messages_and_parts_of_text_are_rendered_as_transformers_does(tmp_path):
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
     ours, hf = both("llama3", template, tmp_path)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": None}}}]
-    stated = [with_tools(USER, {"tools": json.dumps(tools)}), SAID]
+    stated = [with_beside(USER, {"tools": json.dumps(tools)}), SAID]
     text = hf.apply_chat_template([USER, SAID], tools=without_nulls(tools), tokenize=False)
     assert '"name": "f"' in text and ours.render(stated) == text
     parts = {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}
     assert ours.encode([parts, SAID]) == ours.encode([{"role": "user", "content": "ab"}, SAID])
     for none in ("", "[]", "null", [], None):
-        assert with_tools(USER, {"tools": none, "functions": []}) == USER
-    for wrong in ("search", ["search"], [3], {"name": "f"}, "{}x"):
-        with pytest.raises(ConfigError, match="tools beside messages are a list of functions"):
-            with_tools(USER, {"tools": wrong})
+        assert with_beside(USER, {"tools": none, "functions": []}) == USER
+    for key in ("tools", "documents"):
+        for wrong in ("search", ["search"], [3], {"name": "f"}, "{}x"):
+            with pytest.raises(ConfigError, match=f"{key} beside messages are a list of objects"):
+                with_beside(USER, {key: wrong})
     for key in ("functions", "chat_template_kwargs"):
         with pytest.raises(ConfigError, match=f"{key} beside messages is not read"):
-            with_tools(USER, {key: [{"name": "f"}]})
+            with_beside(USER, {key: [{"name": "f"}]})
 
 
 USER = {"role": "user", "content": "a"}
@@ -254,6 +307,11 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         CHATML,
         [USER, {"role": "assistant", "content": [{"type": "reasoning", "text": "?"}]}],
         r"message 2 has the content list .*, since only text is read",
+    ),
+    "a call": (
+        TOOLS,
+        [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}],
+        r"message 2 has the tool call dict .*: give tool_calls as",
     ),
     "a weight": (CHATML, [USER, {**SAID, "weight": 0.5}], r"message 2 has weight=float \('0.5'\)"),
     "a part": (CHATML, [USER, {**SAID, "train_detail": [{}]}], r"message 2 has train_detail=list"),
