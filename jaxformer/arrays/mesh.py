@@ -26,6 +26,8 @@ AnyMesh = Mesh | AbstractMesh
 # By rising traffic, as `jax.make_mesh` takes them: it gives the last axis the fastest links where
 # it knows how devices are connected.
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+# What a batch has by this name is no rows: all rows read it, such as the parameters of a teacher.
+SHARED = "shared"
 
 
 def make_mesh(
@@ -221,7 +223,8 @@ def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
     """Place this process's rows of a batch (a pytree of arrays, rows first) as global arrays on
     the mesh, or on the device.
 
-    An array without axes is replicated. Raises ConfigError for rows that the devices do not divide.
+    An array without axes is replicated, and so is what `SHARED` names, if it is not placed
+    already. Raises ConfigError for rows that the devices do not divide.
     """
     if mesh is None:
         return jax.tree.map(jax.device_put, batch)
@@ -230,10 +233,13 @@ def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
     blocks, count = held_blocks(mesh)
 
     def placed(path: Any, array: Any) -> jax.Array:
-        if isinstance(array, jax.Array) and array.sharding in (by_rows, replicated_everywhere):
+        is_shared = path[:1] == (jax.tree_util.DictKey(SHARED),)
+        if isinstance(array, jax.Array) and (
+            is_shared or array.sharding in (by_rows, replicated_everywhere)
+        ):
             return array
         local = np.asarray(array)
-        if not local.ndim:
+        if is_shared or not local.ndim:
             return jax.make_array_from_process_local_data(replicated_everywhere, local)
         if len(local) % len(blocks):
             raise ConfigError(

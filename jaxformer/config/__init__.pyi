@@ -3,12 +3,13 @@ from .model import ModelConfig
 from .records import Attention, Embedding, Experts, Head, Latent, Recurrent, RelativePositions, Rope
 from .run import DataConfig, RunConfig, RunSettings, TokenizerConfig
 from .settings import with_settings
-from .train import LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
+from .train import DistillConfig, LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
     "AdapterConfig",
     "Attention",
     "DataConfig",
+    "DistillConfig",
     "Embedding",
     "Experts",
     "Head",

@@ -25,7 +25,13 @@ from jaxformer.config.settings import (
     parts_of,
     with_settings,
 )
-from jaxformer.config.train import LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxformer.config.train import (
+    DistillConfig,
+    LaunchConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from jaxformer.files import ConfigError, parse_object
 
 # Of config.json. To be raised when a setting is renamed or removed, or means something else than
@@ -260,6 +266,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 

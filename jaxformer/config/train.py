@@ -235,6 +235,33 @@ class MeshConfig(Section):
 
 
 @dataclass(frozen=True)
+class DistillConfig(Section):
+    """Distillation (arXiv:1503.02531): what a run learns from a teacher beside its targets."""
+
+    section = "distill"
+
+    teacher: str = ""
+    """Directory, or URL, of the model whose probabilities the run learns: a run, a Hugging Face
+    model, a GGUF file or an adapter, with the tokenizer of the run. Empty learns from the data
+    alone."""
+    temperature: Factor = 1.0
+    """Temperature T by which the logits of both models are divided. The divergence is multiplied by
+    T^2, so that its gradient stays about as large."""
+    share: Fraction = 0.5
+    """Share of the plain loss: the run minimizes share * plain + (1 - share) * T^2 * KL(teacher ||
+    model); 0 learns from the teacher alone."""
+
+    def conflicts(self) -> list[str]:
+        default = DistillConfig.temperature, DistillConfig.share
+        if not self.teacher and (self.temperature, self.share) != default:
+            return [
+                f"temperature={self.temperature} and distill.share={self.share} say how a run"
+                " learns from a teacher, and distill.teacher is empty: name one, or leave them out."
+            ]
+        return []
+
+
+@dataclass(frozen=True)
 class LaunchConfig(Section):
     """How the processes of a run join. One process needs none of it; Slurm, Kubernetes, Cloud TPU
     and Open MPI say it by their environment."""

@@ -44,7 +44,7 @@ from jaxformer.arrays.sharding import (
     platform,
 )
 from jaxformer.files import ConfigError
-from jaxformer.layers.head import logits_of_rows
+from jaxformer.layers.head import OutputLayer, logits_of_rows
 
 # Up to this number of logits on a device, all are computed at once.
 DENSE_LOGITS = 2**23
@@ -330,6 +330,61 @@ def row_nats(
     rows = TokenRows(x, targets, weights)
     by_row = ByRow(True, True)
     return _sums(rows, head, bias, options, tile, by_row)[0]
+
+
+@jax.named_scope("loss")
+def distillation(
+    student: OutputLayer,
+    teacher: OutputLayer,
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    *,
+    temperature: float = 1.0,
+    teacher_cap: float = 0.0,
+    logits_dtype: str = "float32",
+    tile: int | None = None,
+    **extras: float,
+) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
+    """Return (objective, nats, divergence) of each row, sums over its tokens: the first two are
+    those of `cross_entropy` of the student, and the third, without the factor T^2 of
+    arXiv:1503.02531,
+
+        sum over t of w KL(q || p), q = softmax(teacher's logits / T), p = softmax(student's / T).
+
+    `student` and `teacher` are the output layers with their rows [B, T, D], each with a width of
+    its own. Where one has more logits, which fill its table up, q and p are of the first ones that
+    both have. `teacher_cap` is the soft cap of the teacher. In tiles, no two logits of all tokens
+    are in memory together: the backward pass computes both logits of each tile a second time.
+    """
+    options = extras_of(**extras)._replace(logits_dtype=jnp.dtype(logits_dtype))
+    vocab = min(student.matrix.shape[0], teacher.matrix.shape[0])
+
+    def sums_of(rows: TokenRows, teacher_rows: jax.Array) -> tuple[jax.Array, ...]:
+        logits = logits_of_rows(rows.x, student.matrix, student.bias, options.logits_dtype)
+        by_row = ByRow(True, True)
+        objective, nats, softmax = sums_of_logits(logits, *rows[1:], options, by_row=by_row)
+        theirs = logits_of_rows(teacher_rows, teacher.matrix, teacher.bias, options.logits_dtype)
+        if teacher_cap:
+            theirs = teacher_cap * jnp.tanh(theirs / teacher_cap)
+        # [B, tile, V], after the soft caps
+        log_p = jax.nn.log_softmax(softmax.logits[..., :vocab] / temperature)
+        log_q = jax.nn.log_softmax(theirs[..., :vocab] / temperature)
+        divergence = (jnp.exp(log_q) * (log_q - log_p)).sum(axis=-1)
+        return objective, nats, (rows.weights * divergence).sum(axis=1)
+
+    def add(totals: Any, piece: tuple[TokenRows, jax.Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, totals, sums_of(*piece)), None
+
+    rows = TokenRows(student.rows, targets, weights)
+    if tile is None:
+        # The logits of both models.
+        both = student.matrix.shape[0] + teacher.matrix.shape[0]
+        tile = tile_length(len(targets), targets.shape[1], both)
+    if not tile or tile >= targets.shape[1]:
+        return sums_of(rows, teacher.rows)  # type: ignore[return-value]
+    pieces = rows.tiles(tile), rows._replace(x=teacher.rows).tiles(tile).x
+    zeros = (jnp.zeros(len(targets)),) * 3
+    return jax.lax.scan(jax.checkpoint(add), zeros, pieces)[0]  # type: ignore[no-any-return]
 
 
 def tile_length(rows: int, length: int, vocab: int) -> int:

@@ -81,12 +81,12 @@ def flops_per_token(
     length: int,
     source_length: int = 0,
     table: Specs | None = None,
-    reference: bool = False,
+    reference: ModelConfig | None = None,
 ) -> int:
     """Return the FLOPs of a forward and backward pass per token of sequences of `length`: 6 for
     each parameter of a matrix (4 where it does not learn, and so has no gradient), plus attention.
     `table` are the parameters where they are not those of the config, as with an adapter. With a
-    `reference`, which has the parameters of the config, those of its forward pass too: 2 for each.
+    `reference`, another model that reads the same rows, those of its forward pass too: 2 for each.
 
     As in appendix B of PaLM (arXiv:2204.02311), lookups are free, and masked attention scores count
     too. In an encoder-decoder the token is one of the target, with its share of the source.
@@ -110,8 +110,8 @@ def flops_per_token(
         passes = 1.0 if embedding is not None and embedding.trainable else 2 / 3
         total += 6 * passes * config.vocab_size * config.embedded_width
     total += score_flops(config, length, source_length)
-    if reference:
-        total += flops_per_token(config, length, source_length) / 3
+    if reference is not None:
+        total += flops_per_token(reference, length, source_length) / 3
     return round(total)
 
 

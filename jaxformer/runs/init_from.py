@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer.arrays.mesh import AnyMesh, batch_sharding, place_array, place_batch, placement
+from jaxformer.arrays.mesh import (
+    SHARED,
+    AnyMesh,
+    batch_sharding,
+    place_array,
+    place_batch,
+    placement,
+)
 from jaxformer.arrays.params import Params, Spec, Specs, init_params, is_custom, map_specs, rows
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
@@ -292,12 +299,14 @@ class Reference:
     and stored once on the devices, placed as those of the run. They are in no checkpoint.
 
     Args:
-      start: the model of run.init_from.
+      start: the model of the setting that `setting` names.
       config: the model of the run.
       record: the file in the run directory with the fingerprint of these params, which is compared
         where it is there.
       mesh: the devices; None: this machine's first one.
     """
+
+    setting = "run.init_from"
 
     def __init__(
         self, start: ModelFiles, config: ModelConfig, record: Path, mesh: Mesh | None = None
@@ -327,7 +336,7 @@ class Reference:
             check_model(params, self._config)
         except ConfigError as error:
             raise ConfigError(
-                f"run.init_from={str(self._start)!r}, with which data.objective compares the model,"
+                f"{self.setting}={str(self._start)!r}, with which the loss compares the model,"
                 f" cannot be used: {error}"
             ) from error
         # All processes compute it together.
@@ -336,8 +345,8 @@ class Reference:
             before = read_object(self._record, "restore it").get("fingerprint")
             if before != now:
                 raise OtherData(
-                    f"run.init_from={str(self._start)!r} is not the model that this run began with:"
-                    f" its fingerprint is {now}, and {self._record} has {before}. Restore it"
+                    f"{self.setting}={str(self._start)!r} is not the model that this run began"
+                    f" with: its fingerprint is {now}, and {self._record} has {before}. Restore it"
                     " (further training of a run directory gives it a newer checkpoint), or choose"
                     " another run.dir."
                 )
@@ -357,3 +366,14 @@ class Reference:
         placed = place_batch(batch, self._mesh)
         with on_mesh(self._mesh):
             return {**placed, **self._score(params, placed)}
+
+
+class Teacher(Reference):
+    """Adds the params of distill.teacher to each batch, for the step that computes its logits;
+    `config` is the model of the teacher."""
+
+    setting = "distill.teacher"
+
+    def __call__(self, batch: Any) -> Any:
+        """A batch on the devices, with these params as what its rows share."""
+        return {**place_batch(batch, self._mesh), SHARED: self.load()[0]}

@@ -10,19 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.hardware import DEVICES, name_of
 from jaxformer.arrays.mesh import (
+    SHARED,
     AnyMesh,
     batch_devices,
     batch_sharding,
     check_batch_size,
     check_experts,
     check_length,
+    placement,
 )
-from jaxformer.arrays.params import Specs
+from jaxformer.arrays.params import Spec, Specs, map_specs
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
@@ -36,6 +39,7 @@ from jaxformer.files import ConfigError
 from jaxformer.layers import kernels
 from jaxformer.layers.exchange import exchange_of
 from jaxformer.layers.grouped import GROUPED_KERNELS, PREFERRED_KERNELS
+from jaxformer.losses.heads import Distillation, head_loss
 from jaxformer.models.cost import activation_bytes, flops_per_token
 from jaxformer.models.stack import compute_dtype, layer_loop_of
 from jaxformer.models.transformer import specs as model_specs
@@ -81,6 +85,7 @@ class Resolved:
       sources: the names of the sources of its text, where there are several and the loss tells them
         apart.
       notes: a sentence for each thing that is assumed because the data is not read.
+      teacher: the model of distill.teacher on these devices, None without one.
     """
 
     run: RunConfig
@@ -92,6 +97,7 @@ class Resolved:
     added: range = range(0)
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    teacher: ModelConfig | None = None
 
     def fields(self) -> dict[str, Any]:
         """Its fields by name, to make a record that has more of them."""
@@ -161,8 +167,10 @@ class Resolved:
 
     @functools.cached_property
     def flops_per_token(self) -> int:
-        """FLOPs of a step for each of its tokens, those of a reference included."""
-        reference = self.objective.reference
+        """FLOPs of a step for each of its tokens, those of a reference or a teacher included."""
+        reference = self.teacher
+        if self.objective.reference:
+            reference = self.model
         return flops_per_token(
             self.model, self.length, self.source_length, self.counted_specs, reference
         )
@@ -175,7 +183,22 @@ class Resolved:
     @property
     def loss_options(self) -> dict[str, Any]:
         """The options of `loss_of` with which a run is evaluated."""
-        return preference_options(self.objective, self.run.train, self.run.adapter)
+        options = preference_options(self.objective, self.run.train, self.run.adapter)
+        if self.teacher is not None:
+            distill = self.run.distill
+            options["distill"] = Distillation(self.teacher, distill.temperature, distill.share)
+        return options
+
+    def with_teacher(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch with the parameters of the teacher, where there is one, as shapes."""
+        if self.teacher is None:
+            return {**batch}
+
+        def shape_of(_: str, spec: Spec) -> jax.ShapeDtypeStruct:
+            sharding = placement(self.mesh, spec.shape, spec.axes)
+            return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+
+        return {**batch, SHARED: map_specs(shape_of, model_specs(self.teacher))}
 
     @property
     def loss(self) -> Loss:
@@ -193,8 +216,9 @@ class Resolved:
     @property
     def is_rowwise(self) -> bool:
         """Whether the loss is a sum over rows that do not read each other, nor its key."""
-        # The balance of experts is that of all rows.
-        if self.model.feed_forward == "experts":
+        # The balance of experts, and what of theirs is dropped, is that of all rows.
+        models = [self.model, self.teacher or self.model]
+        if any(model.feed_forward == "experts" for model in models):
             return False
         if self.objective.dropout and (self.model.has_dropout or self.run.adapter.dropout):
             return False
@@ -285,13 +309,56 @@ def resolve(run: RunConfig, mesh: AnyMesh, segments: int) -> Resolved:
         # Each row is compared with those of its microbatch, so their number is no matter of memory.
         pieces = run.train.n_microbatches
     train = dataclasses.replace(run.train, microbatches=pieces)
+    teacher = None
+    if run.distill.teacher:
+        teacher = teacher_of(run, objective)
+        teacher, _ = with_kernel(teacher, AdapterConfig(), length, segments, mesh)
     return Resolved(
         run=dataclasses.replace(run, model=model, train=train),
         asked=run,
         mesh=mesh,
         task=task,
         kernel=kernel,
+        teacher=teacher,
     )
+
+
+def teacher_of(run: RunConfig, objective: Objective) -> ModelConfig:
+    """The model of distill.teacher, in the dtype of the run and without dropout. Raises ConfigError
+    where it cannot teach the model of the run."""
+    # Imported here, because only such a run reads the files of a second model.
+    from jaxformer.runs.model_files import ModelFiles
+
+    named = f"distill.teacher={run.distill.teacher!r}"
+    if objective.loss is not head_loss:
+        able = ", ".join(name for name, row in OBJECTIVES.items() if row.loss is head_loss)
+        raise ConfigError(
+            f"{named} gives probabilities to the cross-entropy of a head, which"
+            f" data.objective={run.data.objective} has not: set it to one of {able}, or leave the"
+            " teacher out."
+        )
+    teacher = ModelFiles(run.distill.teacher, weights=False).config
+    for setting in ("family", "output"):
+        kind = getattr(teacher, setting)
+        if kind != getattr(run.model, setting):
+            raise ConfigError(
+                f"{named} has model.{setting.replace('output', 'head.kind')}={kind}, and the run"
+                f" {getattr(run.model, setting)}: name a teacher of the same kind."
+            )
+    if run.data.sequence_length > teacher.max_length:
+        raise ConfigError(
+            f"data.sequence_length={run.data.sequence_length} exceeds the"
+            f" model.max_length={teacher.max_length} of {named}: shorten the sequences."
+        )
+    settings = {
+        "dtype": run.model.dtype,
+        "layer_loop": run.model.layer_loop,
+        "attention.kernel": "auto",
+        "experts.kernel": "auto",
+        "dropout": 0.0,
+        "attention.dropout": 0.0,
+    }
+    return with_settings(teacher, settings)
 
 
 def resolve_without_data(

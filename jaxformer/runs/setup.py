@@ -17,13 +17,15 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import RunConfig, to_json
 from jaxformer.config.settings import Log
 from jaxformer.data.rows import Rows
+from jaxformer.files import ConfigError
 from jaxformer.layers.kernels import MOST_SEGMENTS
 from jaxformer.losses.heads import head_loss
 from jaxformer.models.stack import compute_dtype
 from jaxformer.runs.directory import RunDirectory, identity_of
 from jaxformer.runs.evaluation import Tasks
-from jaxformer.runs.objectives import task_of
-from jaxformer.runs.resolve import Resolved, check_start, resolve, with_sizes
+from jaxformer.runs.objectives import OBJECTIVES, task_of
+from jaxformer.runs.resolve import Resolved, check_start, resolve, teacher_of, with_sizes
+from jaxformer.tokenizer import Tokenizer
 from jaxformer.tokenizer.chat import template_fingerprint
 from jaxformer.training.compiler_options import keep_compiled
 from jaxformer.training.state import TrainState
@@ -79,18 +81,24 @@ class RunSetup(Resolved):
 
     @functools.cached_property
     def reference(self) -> "Reference | None":
-        """What scores batches, for an objective that compares the model with its start."""
+        """What scores batches, for an objective that compares the model with its start, or adds
+        the parameters of the teacher to them."""
+        # Imported here, because only such a run reads another model beside its own.
+        from jaxformer.runs.init_from import Reference, Teacher
+        from jaxformer.runs.model_files import ModelFiles
+
+        if self.teacher is not None:
+            files = ModelFiles(self.run.distill.teacher)
+            return Teacher(files, self.teacher, self.directory.reference, self.mesh)
         if not self.has_reference or self.init_from is None:
             return None
-        # Imported here, because only such an objective reads the model that it starts from.
-        from jaxformer.runs.init_from import Reference
-
         return Reference(self.init_from, self.model, self.directory.reference, self.mesh)
 
     @property
     def first_batch(self) -> Any:
-        """The batch of step 0 on the devices; of pairs with the scores of a reference as shapes."""
-        batch = place_batch(self.batches[0], self.mesh)
+        """The batch of step 0 on the devices; with the scores of a reference, or the parameters of
+        a teacher, as shapes."""
+        batch = self.with_teacher(place_batch(self.batches[0], self.mesh))
         if not self.has_reference:
             return batch
         # Imported here, because only preferences need it.
@@ -149,7 +157,7 @@ class RunSetup(Resolved):
         return identity_of(self.record, self.run.run.seed)
 
     def placed(self, batch: Any) -> Any:
-        """A batch on the devices, scored by the reference where there is one."""
+        """A batch on the devices, with what the reference or the teacher adds to it."""
         if self.reference:
             return self.reference(batch)
         return place_batch(batch, self.mesh)
@@ -176,7 +184,9 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         run = replace(run, model=model, tokenizer=tokenizer)
     task = task_of(run.model, run.data)
     check_start(task.name, run.adapter, run.run.init_from)
-    # The devices are checked before the data is read, which may take long.
+    # The teacher and the devices are checked before the data is read, which may take long.
+    if run.distill.teacher:
+        teacher_of(run, OBJECTIVES[task.name])
     mesh = mesh_of(run.mesh.sizes)
     check_batch_size(mesh, run.train.batch_size, run.train.n_microbatches)
     keep_compiled(run.run.compilation_cache, named=bool(run.run.profile))
@@ -193,6 +203,22 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     if run.run.sample_tokens:
         # A prompt that cannot be encoded raises now rather than at the end.
         corpus.tokenizer.encode(run.run.sample_prompt)
+    if run.distill.teacher:
+        # Imported here, because only such a run reads the files of a second model.
+        from jaxformer.runs.model_files import ModelFiles
+
+        teacher = ModelFiles(run.distill.teacher)
+        tokenizer_of_teacher = Tokenizer.load(teacher.tokenizer)
+        different = ""
+        if tokenizer_of_teacher.fingerprint() != corpus.tokenizer.fingerprint():
+            different = f"the tokenizer of {corpus.tokenizer.origin} (tokenizer.path sets it)"
+        elif teacher.labels != corpus.labels:
+            different = f"the labels {', '.join(corpus.labels)} in this order"
+        if different:
+            raise ConfigError(
+                f"distill.teacher={run.distill.teacher!r} has not {different}, so that its"
+                " probabilities are of other classes: name a teacher that has."
+            )
     origin = "the data and of run.init_from" if init_from else "the data"
     model = with_sizes(run.model, corpus.tokenizer.vocab_size, corpus.labels, origin)
     run = replace(run, model=model)

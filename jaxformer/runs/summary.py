@@ -65,7 +65,7 @@ def summary(setup: RunSetup) -> dict[str, str | list[str]]:
     memory = f"{state} of parameters and optimizer state per device"
     flops = f"{human_count(setup.flops_per_token)} per token, forward and backward"
     if setup.reference:
-        reference = human_bytes(bytes_of_device(setup.target.params))
+        reference = human_bytes(bytes_of_device(setup.with_teacher({}) or setup.target.params))
         memory += f", and {reference} of those of the reference"
         flops += " and reference"
     lines["memory"] = memory

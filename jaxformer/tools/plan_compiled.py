@@ -365,7 +365,7 @@ def compile_for_target(
     mesh: Any = resolved.mesh
     figures: dict[str, Any] = {}
     begin = time.perf_counter()
-    lowered = resolved.step.lower(resolved.target, batch)
+    lowered = resolved.step.lower(resolved.target, resolved.with_teacher(batch))
     capacity = round(capacity_of(device) or 0)
     try:
         compiled = lowered.compile()
@@ -426,12 +426,11 @@ def memory_of(stats: Any) -> dict[str, int]:
 def model_flops(resolved: Resolved) -> float:
     """Return FLOPs of the model in the program of a step over all devices, as MFU counts them:
     without the forward pass of a reference that scores batches in a program of its own."""
+    reference = resolved.teacher
+    if resolved.objective.reference and not resolved.has_reference:
+        reference = resolved.model
     per_token = flops_per_token(
-        resolved.model,
-        resolved.length,
-        resolved.source_length,
-        resolved.counted_specs,
-        resolved.objective.reference and not resolved.has_reference,
+        resolved.model, resolved.length, resolved.source_length, resolved.counted_specs, reference
     )
     return float(per_token * resolved.tokens_per_step)
 

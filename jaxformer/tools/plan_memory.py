@@ -201,7 +201,7 @@ def planned_run(
     mesh = abstract_mesh(count, sizes, device_name)
     resolved, batch = resolve_without_data(run, mesh, packed)
     check_split(resolved.specs, mesh)
-    if resolved.has_reference:
+    if resolved.has_reference or resolved.teacher is not None:
         note = "what the forward pass of the reference exchanges and stores is not counted"
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
     return PlannedRun(**resolved.fields(), device_name=device_name, device=device, batch=batch)
@@ -296,8 +296,9 @@ def memory_plan(planned: PlannedRun) -> MemoryPlan:
         MemoryLine("optimizer state", bytes_of_device((state.step, state.optimizer)), "exact"),
         MemoryLine("batch", bytes_of_device(planned.batch), "exact"),
     ]
-    if planned.has_reference:
-        held.append(MemoryLine(REFERENCE, bytes_of_device(state.params), "exact"))
+    if planned.has_reference or planned.teacher is not None:
+        reference = planned.with_teacher({}) or state.params
+        held.append(MemoryLine(REFERENCE, bytes_of_device(reference), "exact"))
 
     gradients = gradient_bytes(planned)
     always = []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxformer.arrays.mesh import SHARED
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import explicit_axes, free_axes, on_devices
 from jaxformer.files import ConfigError, first_of
@@ -63,7 +64,8 @@ def make_step(
           this batch's loss times v.
       microbatches: pieces that a batch is computed in, one after the other, to save memory. Every
           array of the batch has its rows on the first axis, and piece m takes rows m, m +
-          microbatches, ...: the rows of a device stay on it.
+          microbatches, ...: the rows of a device stay on it. What the batch has in "shared" is no
+          rows, and every piece reads it.
       trainable: which leaves learn, as in `init_state`; None goes by what the state says.
       seed: of the keys.
       schedules: functions of the step number (from 0), logged beside the losses, as in
@@ -167,6 +169,10 @@ def gradients(
 ) -> tuple[Params, dict[str, jax.Array]]:
     """Return (gradient of the mean loss, means of all entries), summed over microbatches as (sum,
     weight) and divided once."""
+    shared = {}
+    if isinstance(batch, Mapping) and SHARED in batch:
+        shared = {SHARED: batch[SHARED]}
+        batch = {name: arrays for name, arrays in batch.items() if name != SHARED}
 
     # Traced once, for the shapes of its result and for the loop over microbatches.
     @functools.partial(jax.jit, inline=True)
@@ -174,7 +180,8 @@ def gradients(
         def objective(learned: Params) -> tuple[jax.Array, ScalarSums]:
             # Only the leaves that learn are differentiated, so a frozen base takes no memory for
             # gradients.
-            sums = checked_sums(loss(merged(learned, params, state.frozen), piece, key))
+            whole = {**piece, **shared} if shared else piece
+            sums = checked_sums(loss(merged(learned, params, state.frozen), whole, key))
             return sums["loss"][0], sums
 
         learned = learning(params, state.frozen)
