@@ -80,7 +80,7 @@ VARIANTS = {
     "window": {"none": {}, "w": {"window": 3}, "wf": {"window": 3, "window_pattern": "wf"}},
     "scores": (
         {"plain": {}, "scale": {"attention.scale": 1.0}, "soft-cap": {"attention.soft_cap": 1.0}}
-        | {"sinks": {"attention.sinks": True}}
+        | {"sinks": {"attention.sinks": True}, "gate": {"attention.output_gate": True}}
     ),
     "query_key_norm": rows_of("attention.query_key_norm"),
     "norm": rows_of("norm"),

@@ -104,6 +104,19 @@ MIXTRAL = EXPERTS | dict(hidden_size=44)
 QWEN_MOE = LLAMA | dict(
     num_experts=5, num_experts_per_tok=2, moe_intermediate_size=23, num_hidden_layers=4
 )
+QWEN_NEXT = LLAMA | dict(
+    num_hidden_layers=4,
+    head_dim=12,
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=23,
+    shared_expert_intermediate_size=17,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=7,
+    linear_value_head_dim=9,
+    linear_conv_kernel_dim=3,
+)
 OLMOE = OLMO | dict(num_experts=5, num_experts_per_tok=3)
 MULTIPLIERS = dict(
     embedding_multiplier=2.5, residual_multiplier=0.6, logits_scaling=1.7, attention_multiplier=0.21
@@ -382,6 +395,17 @@ VARIANTS = {
     "qwen3-moe every second layer": (
         tf.Qwen3MoeForCausalLM,
         QWEN_MOE | dict(decoder_sparse_step=2),
+    ),
+    "qwen3-next": (
+        tf.Qwen3NextForCausalLM,
+        QWEN_NEXT | rope("default", None, partial_rotary_factor=0.5),
+    ),
+    "qwen3-next dense layers, bias": (
+        tf.Qwen3NextForCausalLM,
+        QWEN_NEXT
+        | dict(num_hidden_layers=5, mlp_only_layers=[0, 3], attention_bias=True)
+        | dict(tie_word_embeddings=True, norm_topk_prob=False, linear_num_key_heads=6)
+        | dict(layer_types=["full_attention", *["linear_attention"] * 2] + ["full_attention"] * 2),
     ),
     "olmoe": (tf.OlmoeForCausalLM, OLMOE),
     "olmoe renormalized": (

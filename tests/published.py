@@ -129,6 +129,17 @@ QWEN3_MOE = less(LLAMA3, "mlp_bias") | dict(
     sliding_window=None, transformers_version="4.51.0", use_sliding_window=False,
 )  # fmt: skip
 case("qwen3-30b-a3b", QWEN3_MOE, BF16)
+QWEN3_NEXT = less(QWEN3_MOE, "max_window_layers", "sliding_window") | dict(
+    architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", full_attention_interval=2,
+    linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_value_head_dim=8, partial_rotary_factor=0.25, rope_theta=1e7,
+    shared_expert_intermediate_size=16, transformers_version="4.57.0.dev0",
+)  # fmt: skip
+case(
+    "qwen3-next-80b-a3b-instruct",
+    QWEN3_NEXT,
+    both(BF16, also({"mtp.norm.weight": torch.ones(WIDTH)})),
+)
 OLMOE = less(LLAMA3, "mlp_bias", "bos_token_id") | dict(
     architectures=["OlmoeForCausalLM"], model_type="olmoe", clip_qkv=None, eos_token_id=3,
     norm_topk_prob=False, num_experts=4, num_experts_per_tok=2, num_key_value_heads=4,

@@ -175,6 +175,18 @@ class ModelConfig(Section):
         return self.recurrent.heads or self.n_heads
 
     @property
+    def recurrent_key_heads(self) -> int:
+        return self.recurrent.key_heads or self.recurrent_heads
+
+    @property
+    def recurrent_key_width(self) -> int:
+        return self.recurrent.key_dim or self.head_width
+
+    @property
+    def recurrent_value_width(self) -> int:
+        return self.recurrent.value_dim or self.head_width
+
+    @property
     def embedded_width(self) -> int:
         return self.embedding.width or self.d_model
 

@@ -132,6 +132,9 @@ class Attention(Section):
     """Soft cap of the attention scores, cap * tanh(score / cap); 0 disables it."""
     sinks: bool = False
     """Learned attention-sink logit per head (no value)."""
+    output_gate: bool = False
+    """Multiply the output of each head by a sigmoid gate of the token, before the output matrix
+    (arXiv:2505.06708)."""
     query_key_norm: Literal["none", "head", "width", "layer"] = "none"
     """Norm of queries and keys: none, RMS per head or over the whole width, or layer norm per head
     with a scale for each head (Command R+)."""
@@ -194,6 +197,8 @@ class Experts(Section):
     """Hidden width of an expert; 0 uses model.d_ff."""
     shared_ff: Width = 0
     """Hidden width of the shared expert, which every token passes; 0 has none."""
+    shared_gate: bool = False
+    """Multiply the output of the shared expert by a sigmoid gate of the token (Qwen)."""
     pattern: Annotated[str, Letters("ed", "e (experts) and d (dense), as in 'de'")] = "e"
     """Pattern repeated over the layers: e has experts, d a dense feed-forward (model.d_ff)."""
     dense_layers: Natural = 0
@@ -226,6 +231,8 @@ class Experts(Section):
         if not self.n:
             return []
         in_group = self.n // self.groups
+        if self.shared_gate and not self.shared_ff:
+            return ["shared_gate=True needs model.experts.shared_ff, the width of that expert."]
         if self.per_token > self.n:
             return [
                 f"per_token={self.per_token} is above model.experts.n={self.n}: a token is routed"

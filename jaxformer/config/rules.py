@@ -55,6 +55,7 @@ NEEDS = {
     ("mixer", "attention"): {
         "attention.temperature": "latents have no such factor",
         "attention.query_key_norm": "latents have norms of their own",
+        "attention.output_gate": "the other mixers have none, or their own",
         "positions=disentangled": "it multiplies keys",
     },
     ("positions", "none learned sinusoidal"): {"mixer=delta": "it reads tokens in their order"},
@@ -237,7 +238,7 @@ def _recurrent(config: Any) -> Iterator[str]:
                 " state instead: leave it out."
             )
     heads = config.recurrent_heads
-    shared = config.recurrent.key_heads or heads
+    shared = config.recurrent_key_heads
     if heads % shared:
         yield (
             f"recurrent.key_heads={shared} must divide the {heads} heads of model.recurrent.heads:"

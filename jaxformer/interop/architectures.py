@@ -15,7 +15,7 @@ from jaxformer.arrays.params import map_specs, rows
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import flat, with_settings
 from jaxformer.files import ConfigError, first_of
-from jaxformer.interop import encoder_decoders, encoders, experts, gpt, llama
+from jaxformer.interop import encoder_decoders, encoders, experts, gpt, hybrids, llama
 from jaxformer.interop.family import Family
 from jaxformer.interop.fields import value_of, with_factors
 from jaxformer.models.transformer import forward
@@ -26,7 +26,7 @@ from jaxformer.models.transformer import specs as model_specs
 HF_FAMILIES: list[Family] = []
 ARCHITECTURES: dict[str, Family] = {}
 BASES: dict[str, str] = {}  # the first architecture, by the classes without a head
-for _file in (llama, gpt, experts, encoders, encoder_decoders):
+for _file in (llama, gpt, experts, hybrids, encoders, encoder_decoders):
     for _family in vars(_file).values():
         if isinstance(_family, Family):
             HF_FAMILIES.append(_family)

@@ -92,6 +92,26 @@ CONV = _transposed(LINEAR)  # GPT-2's Conv1D: [in, out]
 # [out, in], of each key head its queries, key and value (GPT-NeoX, BLOOM, Falcon), or its key and
 # value (DeepSeek-V3).
 BY_HEAD = _rows_of_leaves(lambda last: last.shape[-2])
+# [channels, 1, K]: the taps of the convolutions of each channel, [heads, width, K] of each leaf.
+TAPS = Transform(
+    lambda specs: (sum(math.prod(spec.shape[:-1]) for spec in specs), 1, specs[0].shape[-1]),
+    lambda tensor, specs: [
+        part.reshape(spec.shape)
+        for part, spec in zip(
+            np.split(tensor, np.cumsum([math.prod(spec.shape[:-1]) for spec in specs[:-1]])),
+            specs,
+            strict=True,
+        )
+    ],
+    lambda leaves, specs: np.concatenate([x.reshape(-1, 1, x.shape[-1]) for x in leaves]),
+)
+
+
+def by_groups(count: int) -> Transform:
+    """Return [out, in], of each of so many groups of heads the rows of all leaves (Qwen3-Next)."""
+    return _rows_of_leaves(lambda last: count)
+
+
 IN_TURN = _rows_of_leaves(lambda last: last.fan_out)  # [out, in], the rows of gate and up in turn
 INTERLEAVED = _transposed(IN_TURN)  # gpt-oss: [in, out]
 

@@ -66,6 +66,10 @@ def attention_specs(config: ModelConfig) -> Specs:
         specs["k_norm"] = scale_spec(config, (k * h,))
     if config.attention.sinks:
         specs["sinks"] = Spec((n,), ("heads",), zeros)
+    if config.attention.output_gate:
+        specs["gate"] = Spec((d, n, w), ("embed", *query), make.weight, inputs=("embed",))
+        if "qkv" in config.biased:
+            specs["gate_bias"] = Spec((n, w), query, zeros)
     return specs
 
 
@@ -141,6 +145,9 @@ def attention(
         bias = disentangled_bias(config, (q, keys_values[0]), rows, mask)
         call = call._replace(mask=mask._replace(scoring=mask.scoring._replace(bias=bias)))
     out, captures = attended(params, config, q, keys_values, call, name)
+    if config.attention.output_gate:
+        gate = linear("BTD,DNH->BTNH", params, "gate", x)
+        out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype)
     return linear("BTNH,NHD->BTD", params, "out", out, to=("batch", "sequence", None)), captures
 
 
@@ -250,6 +257,9 @@ def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     v = sizes.rows * sizes.keys * kv_heads * value_width * sizes.number
     out = sizes.tokens * heads * value_width * sizes.number
     arrays = [StoredArray("q", q), StoredArray("k", k), StoredArray("v", v)]
+    if config.attention.output_gate:
+        # And the output before it.
+        arrays += [StoredArray("gate", out), StoredArray("gated", out)]
     if config.attention.query_key_norm != "none" or config.positions == "rope":
         # After the norm or RoPE, beside the products of the matrices.
         arrays += [StoredArray("changed q", q), StoredArray("changed k", k)]
@@ -306,15 +316,22 @@ def weights_text(config: ModelConfig, score_bias: str) -> str:
     return f"A = softmax({scores}{score_bias} + mask){sinks}"
 
 
+def _out_text(config: ModelConfig) -> str:
+    gate = ""
+    if config.attention.output_gate:
+        gate = f" · sigmoid(x W_G{biased_text(config, 'qkv', 'b_G')})"
+    return f"A V{gate} W_O{biased_text(config, 'out', 'b_O')}"
+
+
 def _self_formula(config: ModelConfig) -> tuple[str, ...]:
     weights = weights_text(config, SCORE_BIASES.get(config.positions, ""))
-    out = f"attention = A V W_O{biased_text(config, 'out', 'b_O')}"
+    out = f"attention = {_out_text(config)}"
     return _projections(config, "x", rotated=True), weights, out
 
 
 def _cross_formula(config: ModelConfig) -> tuple[str, ...]:
     projections = f"{_projections(config, 'm', rotated=False)},  m = encoder output"
-    out = f"cross = A V W_O{biased_text(config, 'out', 'b_O')}"
+    out = f"cross = {_out_text(config)}"
     return projections, weights_text(config, ""), out
 
 
@@ -323,7 +340,7 @@ SELF_ATTENTION = Sublayer(
     apply=self_attention,
     product="out",
     stored=_stored,
-    gradients=("q", "k", "v", "gathered", "attention", "attended", "weights"),
+    gradients=("q", "k", "v", "gate", "gathered", "attention", "attended", "weights"),
     formula=_self_formula,
     scores=_self_score_flops,
     start=start_keys_and_values,

@@ -49,9 +49,9 @@ def delta_specs(config: ModelConfig) -> Specs:
     make = INITIALIZERS[config.init](config)
     d = config.d_model
     n = config.recurrent_heads
-    shared = config.recurrent.key_heads or n
-    h = config.recurrent.key_dim or config.head_width
-    w = config.recurrent.value_dim or config.head_width
+    shared = config.recurrent_key_heads
+    h = config.recurrent_key_width
+    w = config.recurrent_value_width
     width = config.recurrent.convolution
     key = ("kv_heads", "head_dim")
     value = ("heads", "head_dim")

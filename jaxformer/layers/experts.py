@@ -77,6 +77,9 @@ def expert_specs(config: ModelConfig) -> Specs:
         specs["down_bias"] = Spec((e, d), ("experts", "residual"), zeros)
     if config.experts.shared_ff:
         specs["shared"] = ffn_specs(shared_config(config))
+    if config.experts.shared_gate:
+        gate = Spec((d, 1), ("embed", "scores"), make.weight, ("embed",), quantizable=False)
+        specs["shared_gate"] = gate
     return specs
 
 
@@ -260,7 +263,11 @@ def _apply(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Out
     y = expert_sum(run, weights, expert_specs(config), x, routes, dispatch)
     y = checkpoint_name(y, "down")
     if config.experts.shared_ff:
-        y = y + ffn(params["shared"], shared_config(config), x)
+        shared = ffn(params["shared"], shared_config(config), x)
+        if config.experts.shared_gate:
+            gate = contract("BTD,DE->BTE", x, params["shared_gate"], dtype=jnp.float32)
+            shared = shared * jax.nn.sigmoid(gate).astype(shared.dtype)  # [B, T, 1]
+        y = y + shared
     return Output(y, call.cache, aux)
 
 
@@ -296,7 +303,8 @@ def _formula(config: ModelConfig) -> tuple[str, ...]:
         groups = f" in {config.experts.top_groups} of {config.experts.groups} groups"
     weight = "s_e / Σ s" if config.experts.renormalize else "s_e"
     scale = f"{config.experts.scale:g} " if config.experts.scale != 1 else ""
-    shared = " + shared(x)" if config.experts.shared_ff else ""
+    gate = " · sigmoid(x w_shared)" if config.experts.shared_gate else ""
+    shared = f" + shared(x){gate}" if config.experts.shared_ff else ""
     (dense,) = FEED_FORWARD.formula(config)
     return (
         f"{scores},  e = top {config.experts.per_token} of {config.experts.n} by {chosen}{groups}",

@@ -118,13 +118,17 @@ def test_rows_of_experts_have_the_bits_of_the_dense_loop():
     assert not np.asarray(computed)[~real].any()
 
 
-def test_the_shared_expert_is_added_to_every_token():
-    config, params, x, call = layer(**{"experts.shared_ff": 12})
-    alone = {name: leaf for name, leaf in params.items() if name != "shared"}
-    without = compiled(apply, with_settings(config, {"experts.shared_ff": 0}), call)(alone, x)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_shared_expert_is_added_to_every_token(gated):
+    config, params, x, call = layer(**{"experts.shared_ff": 12, "experts.shared_gate": gated})
+    alone = {name: leaf for name, leaf in params.items() if "shared" not in name}
+    changes = {"experts.shared_ff": 0, "experts.shared_gate": False}
+    without = compiled(apply, with_settings(config, changes), call)(alone, x)
     shared = jax.tree.map(np.asarray, params["shared"])
     gate = x @ shared["gate"]
     added = (gate / (1 + np.exp(-gate)) * (x @ shared["up"])) @ shared["down"]
+    if gated:
+        added = added / (1 + np.exp(-(x @ params["shared_gate"])))
     np.testing.assert_allclose(compiled(apply, config, call)(params, x), without + added, atol=1e-5)
 
 
