@@ -1,6 +1,7 @@
 """Run on eight forced host devices: a step of an adapter of experts on meshes that divide them,
 beside one device. Prints JSON for test_expert_adapters.py."""
 
+import dataclasses
 import json
 import sys
 
@@ -14,14 +15,21 @@ import jaxformer as jf
 from jaxformer.arrays.mesh import make_mesh
 from jaxformer.config.settings import with_settings
 
-CASES = {  # how the base is quantized, and a mesh
-    "expert 2 x fsdp 2 x tensor 2": ("nf4_double", dict(data=1, fsdp=2, expert=2, tensor=2))
+EXPERTS = jf.LoRA(rank=2, targets=("experts",))
+MAGNITUDES = jf.LoRA(rank=2, targets=("attention",), dora=True, init="pissa")
+CASES = {  # the adapter, how the base is quantized, and a mesh
+    "expert 2 x fsdp 2 x tensor 2": (
+        EXPERTS,
+        "nf4_double",
+        dict(data=1, fsdp=2, expert=2, tensor=2),
+    ),
+    "DoRA and PiSSA, fsdp 2 x tensor 2": (MAGNITUDES, None, dict(data=2, fsdp=2, tensor=2)),
 }
 TOKENS = np.random.default_rng(0).integers(0, 37, (8, 16), dtype=np.int32)
 BATCH = {"tokens": TOKENS, "targets": TOKENS[:, ::-1], "weights": jnp.ones(TOKENS.shape)}
 
 
-def stepped(kind, mesh, experts=4, dropout=0.0):
+def stepped(lora, kind, mesh, experts=4):
     """The params after a step, and its loss."""
     config = with_settings(
         jf.ModelConfig(),
@@ -34,7 +42,6 @@ def stepped(kind, mesh, experts=4, dropout=0.0):
     )
     params = params_of(config)
     params = jf.quantize(params, kind) if kind else params
-    lora = jf.LoRA(rank=2, targets=("experts",), dropout=dropout)
     adapted = jf.adapt(params, config, lora, jax.random.key(1))
     mask, optimizer = jf.adapter_mask(adapted), optax.sgd(0.5)
     # b away from zero, so that a learns too.
@@ -62,10 +69,12 @@ def apart(one, several):
 
 def main():
     report = {}
-    for label, (kind, sizes) in CASES.items():
-        report[label] = apart(stepped(kind, None), stepped(kind, make_mesh(**sizes)))
+    for label, (lora, kind, sizes) in CASES.items():
+        several = stepped(lora, kind, make_mesh(**sizes))
+        report[label] = apart(stepped(lora, kind, None), several)
     # As many experts as numbers in a key.
-    drops = [stepped(None, make_mesh(4, expert=2), experts=2, dropout=0.5) for _ in range(2)]
+    dropping = dataclasses.replace(EXPERTS, dropout=0.5)
+    drops = [stepped(dropping, None, make_mesh(4, expert=2), experts=2) for _ in range(2)]
     json.dump({"apart": report, "dropout": apart(*drops), "loss": drops[0][1]}, sys.stdout)
 
 

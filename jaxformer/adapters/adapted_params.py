@@ -80,7 +80,9 @@ def adapter_mask(params: Params) -> Params:
     def marked(path: Any, node: Any) -> Any:
         if not is_adapted(node):
             return dotted(path[:1]) == "virtual"
-        return replace(node, weight=False, a=True, b=True, scale=False, key=None)
+        marks = jax.tree.map(lambda _: False, replace(node, weight=False, key=None))
+        magnitude = None if node.magnitude is None else True
+        return replace(marks, a=True, b=True, magnitude=magnitude)
 
     mask: Params = jax.tree.map_with_path(marked, params, is_leaf=is_adapted)
     return mask

@@ -94,6 +94,9 @@ class Float8:
         y = product(equation, x, self.weight.astype(x.dtype)).astype(dtype or x.dtype)
         return constrain(y, to)
 
+    def array(self) -> jax.Array:
+        return self.weight  # type: ignore[no-any-return]
+
     def astype(self, dtype: Any) -> "Float8":
         return Float8(self.weight.astype(dtype))
 

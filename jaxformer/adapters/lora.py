@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from jaxformer.adapters.adapted_params import MakeLeaf, adapt_specs, frozen_specs
 from jaxformer.adapters.low_rank import LowRank, low_rank
@@ -10,6 +11,7 @@ from jaxformer.arrays.params import Spec, Specs, is_target, rows, unknown_target
 from jaxformer.files import ConfigError
 
 ByPattern = tuple[tuple[str, float], ...]
+InitialFactors = Literal["zeros", "pissa"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class LoRA:
           or patterns of fnmatch on whole paths, as "blocks.attention.[qv]".
       dropout: fraction of the numbers zeroed that `a` reads, in a loss with a key.
       rslora: rank-stabilized scale (arXiv:2312.03732).
+      dora: the norm of each output's weights learns by itself (DoRA, arXiv:2402.09353).
+      init: of a and b: "zeros" makes b zero; "pissa" makes them the principal components of the
+          weight, which learn in its place (PiSSA, arXiv:2404.02948), by a decomposition of each.
       ranks: (target, rank) for weights with another rank; the first that fits.
       alphas: the same for alpha.
     """
@@ -32,6 +37,8 @@ class LoRA:
     targets: tuple[str, ...] = ("attention",)
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
+    init: InitialFactors = "zeros"
     ranks: ByPattern = ()
     alphas: ByPattern = ()
 
@@ -53,6 +60,8 @@ class LoRA:
                 raise ConfigError(f"LoRA: {where}={alpha!r} must be a number above 0.")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"LoRA: dropout={self.dropout!r} must be at least 0 and below 1.")
+        if self.init not in get_args(InitialFactors):
+            raise ConfigError(f"LoRA: init={self.init!r} must be one of zeros, pissa.")
         if not self.targets:
             raise ConfigError('LoRA: targets is empty: name weights, as in ("attention", "ffn").')
 
@@ -92,6 +101,13 @@ def targets_of(specs: Specs, adapter: LoRA) -> list[str]:
     paths = [p for p in matrices if any(is_target(p, target) for target in adapter.targets)]
     for path in paths:
         spec = matrices[path]
+        is_one_matrix = set(spec.batch) <= {"layers"} and not spec.lookup
+        if not is_one_matrix and (adapter.dora or adapter.init == "pissa"):
+            raise ConfigError(
+                f"LoRA: dora and init='pissa' are for the matrices of linear layers, and {path} is"
+                " a table of embeddings or the weights of experts: name other targets, or leave"
+                " both out."
+            )
         rank = adapter.rank_of(path)
         max_rank = min(spec.fan_in, spec.fan_out)
         if rank > max_rank:
@@ -119,7 +135,13 @@ def adapted_specs(
         def make(spec: Spec) -> LowRank:
             below = weights[path](spec) if path in weights else None
             return low_rank(
-                spec, adapter.rank_of(path), adapter.scale_of(path), adapter.dropout, below
+                spec,
+                adapter.rank_of(path),
+                adapter.scale_of(path),
+                adapter.dropout,
+                below,
+                dora=adapter.dora,
+                pissa=adapter.init == "pissa",
             )
 
         return make

@@ -1,4 +1,5 @@
-"""A weight plus a product of two narrow matrices that learn: LoRA (arXiv:2106.09685).
+"""A weight plus a product of two narrow matrices that learn: LoRA (arXiv:2106.09685), with DoRA's
+magnitudes (arXiv:2402.09353) and PiSSA's initial values (arXiv:2404.02948).
 
 In the comments, I are the axes of the inputs of a weight and O those of its outputs, R is the rank,
 L the number of layers of a stack and E that of experts.
@@ -21,8 +22,10 @@ from jaxformer.arrays.params import (
     Spec,
     contract,
     dotted,
+    is_custom,
     lookup,
     normal,
+    ones,
     zeros,
 )
 from jaxformer.arrays.sharding import Axes
@@ -32,12 +35,17 @@ from jaxformer.arrays.sharding import Axes
 class LowRank:
     """weight + scale (a b), contracted without being made.
 
+    With `start_a` and `start_b` it is weight + scale (a b - start_a start_b): a and b begin as
+    these, the principal components of the weight. With `magnitude` the sum is divided by its norm
+    over the inputs of each output, which gets no gradient, and multiplied by the magnitude.
+
     `weight` [*] is an array or a `CustomLeaf` (as a quantized weight), with inputs I... and outputs
-    O... in any order; a [I..., R] and b [R, O...] learn; `scale` [] is a float32 constant. The
-    weights of experts, [E, *], have a [E, I..., R], b [E, R, O...] and one scale. In a stack of
-    layers each of them has their leading axis. `inputs` are the axes of the inputs, counted from
-    the end, as -3. All layers of a stack, and all experts, have one rank: those of a smaller one
-    are filled up with zeros, which get no gradient.
+    O... in any order; a [I..., R], b [R, O...] and magnitude [O...] learn; `scale` [] is a float32
+    constant, as are start_a and start_b, the initial a and b. The weights of experts, [E, *], have
+    a [E, I..., R], b [E, R, O...] and one scale. In a stack of layers each of them has their
+    leading axis. `inputs` are the axes of the inputs, counted from the end, as -3. All layers of a
+    stack, and all experts, have one rank: those of a smaller one are filled up with zeros, which
+    get no gradient.
 
     With a `key` (uint32, see `keyed`) a fraction `dropout` of the numbers that `a` reads is zeroed,
     and the others are divided by 1 - dropout.
@@ -49,6 +57,9 @@ class LowRank:
     a: Any
     b: Any
     scale: Any
+    magnitude: Any = None
+    start_a: Any = None
+    start_b: Any = None
     key: Any = None
     inputs: tuple[int, ...] = struct.field(pytree_node=False, default=(-2,))
     dropout: float = struct.field(pytree_node=False, default=0.0)
@@ -65,6 +76,17 @@ class LowRank:
     def layers(self) -> int | None:
         """Return the length of the leading axis of a stack; None outside of one."""
         return self.scale.shape[0] if self.scale.ndim else None
+
+    @property
+    def factors(self) -> tuple[jax.Array, jax.Array]:
+        """Return the two matrices whose product is added to the weight: a and b, or of twice their
+        rank where those with which they began are taken away."""
+        if self.start_a is None:
+            return self.a, self.b
+        # That of R, behind the axes of layers and experts.
+        axis = self.a.ndim - len(self.inputs) - 1
+        a = jnp.concatenate([self.a, self.start_a], -1)
+        return a, jnp.concatenate([self.b, -self.start_b], axis)
 
     def contract(
         self,
@@ -86,9 +108,13 @@ class LowRank:
         outputs = "".join(letter for letter in right if letter not in experts + into)  # "NH"
         free = "".join(letter for letter in left if letter in out)  # "BT"
         # Over inputs x is multiplied by a first; over outputs (a tied output layer) by b.
-        factors = [(f"{experts}{into}R", self.a), (f"{experts}R{outputs}", self.b)]
-        if not set(into) <= set(left):
+        a, b = self.factors
+        factors = [(f"{experts}{into}R", a), (f"{experts}R{outputs}", b)]
+        is_reversed = not set(into) <= set(left)
+        if is_reversed:
             factors.reverse()
+            if self.magnitude is not None:
+                x = (x * self._gain(outputs, left)).astype(x.dtype)
         (first_axes, first), (second_axes, second) = factors
         narrow_to = (*to[: len(free)], None) if to else None  # R is not split
         narrow_equation = f"{left},{first_axes}->{free}R"
@@ -101,21 +127,52 @@ class LowRank:
         scaled = (narrow * self.scale).astype(narrow.dtype)
         update_equation = f"{free}R,{second_axes}->{out}"
         update = contract(update_equation, scaled, second, to=to, dtype=dtype, groups=groups)
-        return contract(equation, x, self.weight, to=to, dtype=dtype, groups=groups) + update
+        y = contract(equation, x, self.weight, to=to, dtype=dtype, groups=groups) + update
+        if self.magnitude is not None and not is_reversed:
+            y = (y * self._gain(outputs, out)).astype(y.dtype)
+        return y
+
+    def _gain(self, outputs: str, letters: str) -> jax.Array:
+        """Return magnitude / |column| of each output, with the axes of an array of `letters`."""
+        gain = self.magnitude / jax.lax.stop_gradient(self.norms())
+        sizes = dict(zip(outputs, gain.shape, strict=True))
+        in_order = gain.transpose([outputs.index(letter) for letter in letters if letter in sizes])
+        return in_order.reshape([sizes.get(letter, 1) for letter in letters])
+
+    def norms(self) -> jax.Array:
+        """Return the norm over the inputs of each output of the adapted weight, [O...] float32."""
+        return jnp.sqrt(jnp.square(self._sum()).sum(self.inputs))
+
+    def _sum(self) -> jax.Array:
+        """Return the weight and what is added to it, in the dtype of the scale."""
+        weight = self.weight.array() if is_custom(self.weight) else self.weight
+        return weight.astype(self.scale.dtype) + self.product()
+
+    def array(self) -> jax.Array:
+        """Return the array that it stands for, in the dtype of its weight."""
+        # Rounded once: in 16 bits most of a small product would be lost in the sum.
+        merged = self._sum()
+        if self.magnitude is not None:
+            merged *= jnp.expand_dims(self.magnitude / self.norms(), self.inputs)
+        return merged.astype(self.weight.dtype)
 
     def lookup(self, index: Any, to: Axes) -> jax.Array:
         """Look up as `params.lookup` does in the array that this stands for, without dropout, as in
         peft."""
-        narrow = lookup(self.a, index, (*to[:-1], None)) * self.scale  # [..., R]
+        a, b = self.factors
+        narrow = lookup(a, index, (*to[:-1], None)) * self.scale  # [..., R]
         free = "XYZUVW"[: index.ndim]
-        update = contract(f"{free}R,RD->{free}D", narrow, self.b.astype(narrow.dtype), to=to)
+        update = contract(f"{free}R,RD->{free}D", narrow, b.astype(narrow.dtype), to=to)
         rows = lookup(self.weight, index, to)  # [..., D]
         return rows + update.astype(rows.dtype)
 
     def astype(self, dtype: Any) -> "LowRank":
-        """Return the leaf whose products have another dtype. The scale stays float32, and a
-        quantized weight its codes."""
+        """Return the leaf whose products have another dtype. Scale and magnitudes stay float32, and
+        a quantized weight its codes."""
         factors = {"a": self.a.astype(dtype), "b": self.b.astype(dtype)}
+        if self.start_a is not None:
+            factors["start_a"] = self.start_a.astype(dtype)
+            factors["start_b"] = self.start_b.astype(dtype)
         return replace(self, weight=self.weight.astype(dtype), **factors)
 
     def product(self) -> jax.Array:
@@ -132,7 +189,7 @@ class LowRank:
             make = jax.vmap(make, in_axes=(0, 0, None))
         if self.layers is not None:
             make = jax.vmap(make)
-        return make(self.a, self.b, self.scale)
+        return make(*self.factors, self.scale)
 
 
 def is_adapted(node: Any) -> TypeGuard[LowRank]:
@@ -169,9 +226,13 @@ def low_rank(
     scale: float,
     dropout: float = 0.0,
     weight: CustomLeaf | Spec | None = None,
+    *,
+    dora: bool = False,
+    pissa: bool = False,
 ) -> LowRank:
     """Return the rows of a `LowRank` over a row: its weight frozen (`weight`: the rows of the leaf
-    that stands for it, as of a quantized one).
+    that stands for it, as of a quantized one), with magnitudes (`dora`) and with the constants that
+    it begins with (`pissa`), whose values `begun` gives.
 
     As in peft, `a` starts uniform within 1/sqrt(inputs) of zero and `b` at zero; for a table whose
     rows are looked up `a` starts at zero and `b` normal. Either way a b starts at zero. Each weight
@@ -197,7 +258,44 @@ def low_rank(
     a, b = (replace(row, reads=spec.reads, active=spec.active) for row in (a, b))
     scale_row = Spec((), (), lambda _, row: jnp.full(row.shape, scale), trainable=False)
     frozen = replace(spec, trainable=False) if weight is None else weight
-    return LowRank(frozen, a, b, scale_row, inputs=inputs, dropout=dropout)
+    leaf = LowRank(frozen, a, b, scale_row, inputs=inputs, dropout=dropout)
+    if dora:
+        magnitude = Spec((*batch_shape, *output_shape), (*batch_axes, *output_axes), ones)
+        leaf = replace(leaf, magnitude=magnitude)
+    if pissa:
+        start_a = replace(a, trainable=False)
+        start_b = replace(b, trainable=False)
+        leaf = replace(leaf, start_a=start_a, start_b=start_b)
+    return leaf
+
+
+def begun(leaf: LowRank) -> LowRank:
+    """Return a new adapter with the initial values that come of its weight: a and b whose scaled
+    product is the principal components of the weight, if it has `start_a`, and the norms of the
+    weight as its magnitudes."""
+    if leaf.start_a is not None:
+
+        def principal(weight_and_scale: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            weight, scale = weight_and_scale
+            count = len(leaf.inputs)
+            weight = jnp.moveaxis(weight, leaf.inputs, range(count))  # [I..., O...]
+            inputs = weight.shape[:count]
+            matrix = weight.reshape(math.prod(inputs), -1)  # [I, O]
+            u, s, v = jnp.linalg.svd(matrix, full_matrices=False)  # [I, K], [K], [K, O]
+            rank = leaf.a.shape[-1]
+            root = jnp.sqrt(s[:rank] / scale)
+            a = (u[:, :rank] * root).reshape(*inputs, rank)
+            return a, (root[:, None] * v[:rank]).reshape(rank, *weight.shape[count:])
+
+        weight = leaf.weight.array() if is_custom(leaf.weight) else leaf.weight
+        read = weight.astype(jnp.float32), leaf.scale
+        # One layer after another.
+        a, b = principal(read) if leaf.layers is None else jax.lax.map(principal, read)
+        # Buffers of their own, since a and b are donated to each step.
+        leaf = replace(leaf, a=a, b=b, start_a=jnp.copy(a), start_b=jnp.copy(b))
+    if leaf.magnitude is not None:
+        leaf = replace(leaf, magnitude=leaf.norms())
+    return leaf
 
 
 def learned_rows(spec: Spec, tokens: range) -> LowRank:

@@ -11,7 +11,7 @@ AdapterKind = Literal["none", "lora", "prompt", "prefix"]
 # the blocks alone; nf4_double stores its scales in 8 bits too.
 Quantization = Literal["int8", "int8_blocks", "nf4", "nf4_double"]
 BaseWeights = Literal["float32", "int8", "nf4", "nf4_double"]
-OF_LORA = ("rank", "alpha", "targets", "dropout", "rslora", "groups")
+OF_LORA = ("rank", "alpha", "targets", "dropout", "rslora", "dora", "init", "groups")
 LORA_WORDS = ("rank", "alpha")  # what a group of adapter.groups may give
 # Settings that a kind of adapter does not read.
 UNREAD = {
@@ -47,6 +47,11 @@ class AdapterConfig(Section):
     """Fraction of what the matrices of LoRA read that is set to zero in training."""
     rslora: bool = False
     """Scale of LoRA alpha / sqrt(rank), which suits large ranks."""
+    dora: bool = False
+    """Let the norm of the weights of each output learn by itself, as DoRA does."""
+    init: Literal["zeros", "pissa"] = "zeros"
+    """Initial values of LoRA: zeros adds nothing to a weight, pissa begins with its principal
+    components, which learn in its place."""
     groups: str = ""
     """Other ranks and alphas of some targets, the first that fits, for example 'ffn: rank 4,
     blocks.attention.q: rank 16 alpha 8'."""

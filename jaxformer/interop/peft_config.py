@@ -52,6 +52,7 @@ READ_KEYS: Mapping[str, tuple[Any, Callable[[Any], bool], str]] = {
     "lora_alpha": (8, _is_number, "a number"),
     "lora_dropout": (0.0, lambda v: _is_number(v) and 0 <= v < 1, "at least 0 and below 1"),
     "use_rslora": (None, lambda value: isinstance(value, bool | None), "true or false"),
+    "use_dora": (False, lambda value: isinstance(value, bool), "true or false"),
     "alpha_pattern": (
         {},
         lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
@@ -78,6 +79,7 @@ class PeftSettings:
     lora_alpha: float
     lora_dropout: float
     use_rslora: bool | None
+    use_dora: bool
     alpha_pattern: Mapping[str, float]
     target_parameters: list[str]
 

@@ -40,6 +40,7 @@ PREFIX = "base_model.model."  # of every name in adapter_model.safetensors
 # Modules of other layers that peft takes for the experts of a model when it loads an adapter, since
 # experts were modules of these names before transformers 5. Their weights are parameters to peft.
 TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+MAGNITUDE = "lora_magnitude_vector"  # of DoRA, [outputs]
 SCORE = "score"  # the output layer of a decoder's class head in transformers, without a bias
 
 

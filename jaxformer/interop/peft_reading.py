@@ -26,6 +26,7 @@ from jaxformer.interop.peft_config import (
     read_settings,
 )
 from jaxformer.interop.peft_modules import (
+    MAGNITUDE,
     PREFIX,
     SCORE,
     Layout,
@@ -39,7 +40,9 @@ from jaxformer.interop.tensor_files import TensorFiles, copied_model
 from jaxformer.interop.tensor_table import Tensor
 from jaxformer.models.transformer import specs as model_specs
 
-MATRIX = re.compile(r"(?P<module>.+)\.(?P<end>lora_(embedding_)?[AB])(\.default)?(\.weight)?")
+MATRIX = re.compile(
+    r"(?P<module>.+)\.(?P<end>lora_(embedding_)?[AB]|lora_magnitude_vector)(\.default)?(\.weight)?"
+)
 # What peft puts into the name of a tensor that it saves whole.
 WRAPPED = re.compile(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)")
 # What to do about an adapter of a weight that the model uses twice.
@@ -76,7 +79,7 @@ def stored_in(directory: Path) -> StoredAdapter:
         plain = name.removeprefix(PREFIX)
         if match := MATRIX.fullmatch(plain):
             end = match["end"]
-            if "embedding" not in end:
+            if end in ("lora_A", "lora_B"):
                 end += ".weight"
             stored.matrices[match["module"], end] = name
         else:
@@ -85,12 +88,14 @@ def stored_in(directory: Path) -> StoredAdapter:
 
 
 class AdaptedModule(NamedTuple):
-    """A module with an adapter: the names of its two matrices in the file, their rank and scale."""
+    """A module with an adapter: the names of its two matrices in the file, their rank and scale,
+    and the name of its magnitudes, if it is one of DoRA."""
 
     tensor: Tensor
     names: tuple[str, str]
     rank: int
     scale: float
+    magnitude: str | None
 
 
 SavedTensor = tuple[Tensor, str]  # that an adapter has saved whole, and its name in the file
@@ -142,8 +147,19 @@ def fitted(stored: StoredAdapter, layout: Layout) -> tuple[list[AdaptedModule], 
         if not rank:
             raise misfit(f"{pair[0]}: {[*shape]} in the file, which is of no rank")
         shapes |= zip(pair, matrix_shapes(tensor, rank), strict=True)
+        magnitude = stored.matrices.get((module, MAGNITUDE))
+        if settings.use_dora:
+            if tensor.experts or tensor.specs[0].lookup:
+                raise misfit(f"{module}: DoRA is computed here for linear layers alone")
+            if magnitude is None:
+                raise misfit(f"{module}.{MAGNITUDE}: not in {ADAPTER_WEIGHTS}")
+        elif magnitude is not None:
+            raise misfit(f"{magnitude}: is of DoRA, and {ADAPTER_CONFIG} has no use_dora")
+        if magnitude is not None:
+            shapes[magnitude] = (sum(spec.fan_out for spec in tensor.specs),)
         scale = settings.scale(name, rank)
-        adapted_modules.append(AdaptedModule(tensor, (pair[0], pair[1]), rank, scale))
+        names_of_pair = (pair[0], pair[1])
+        adapted_modules.append(AdaptedModule(tensor, names_of_pair, rank, scale, magnitude))
 
     copies = {copy.name: copy.of for copy in layout.copies}
     names = layout.matched(stored.saved, [*layout.tensors, *copies])
@@ -254,12 +270,16 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
         depth = int(spec.is_stacked)
         one_layer = dataclasses.replace(spec, shape=spec.shape[depth:], axes=spec.axes[depth:])
         rank = max(module.rank for module in modules)
-        specs = low_rank(one_layer, rank, 1.0, stored.settings.lora_dropout)
+        dropout = stored.settings.lora_dropout
+        specs = low_rank(one_layer, rank, 1.0, dropout, dora=stored.settings.use_dora)
         if depth:
             specs = stack(specs, spec.shape[0])  # type: ignore[arg-type, assignment]
         # float32: a [I..., R], b [R, O...] and scale [], in a stack all with the axis of the
         # layers, and of experts a and b with theirs.
         a, b, scale = (np.zeros(row.shape, np.float32) for row in (specs.a, specs.b, specs.scale))
+        if specs.magnitude is not None:
+            # Of all layers: where the adapter leaves one out, its magnitudes may learn later.
+            scale += modules[0].scale
         for module in modules:
             matrices = split_matrices(module.tensor, *map(stored.read, module.names))
             layer: tuple[Any, ...] = module.tensor.entry
@@ -270,13 +290,24 @@ def read_adapter(directory: str | Path, params: Params, config: ModelConfig) -> 
             a[(*layer, ..., slice(module.rank))] = a_of_layer
             b[b_index] = b_of_layer
             scale[layer] = module.scale
-        leaves[path] = dataclasses.replace(
+        leaf = dataclasses.replace(
             specs,
             weight=leaves[path],
             a=put(specs.a, a),
             b=put(specs.b, b),
             scale=put(specs.scale, scale),
         )
+        if specs.magnitude is not None:
+            # Of layers without an adapter, the norms of their weights.
+            magnitude = np.array(leaf.norms())
+            for module in modules:
+                assert module.magnitude is not None
+                column = stored.read(module.magnitude)[:, None]
+                zeros = np.zeros((1, module.tensor.specs[0].fan_in), np.float32)
+                _, parts = zip(*split_matrices(module.tensor, zeros, column), strict=True)
+                magnitude[module.tensor.entry] = parts[module.tensor.paths.index(path)][0]
+            leaf = dataclasses.replace(leaf, magnitude=put(specs.magnitude, magnitude))
+        leaves[path] = leaf
     return map_specs(lambda path, _: leaves[path], model_specs(config))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save as safetensors_bytes
 
-from jaxformer.adapters.low_rank import LowRank
+from jaxformer.adapters.low_rank import LowRank, low_rank
 from jaxformer.arrays.params import Params, Weight, check_params, is_custom
 from jaxformer.checkpoints.reading import flat_leaves
 from jaxformer.config.model import ModelConfig
@@ -23,6 +23,7 @@ from jaxformer.interop.peft_config import (
     TASKS_WITH_HEAD,
 )
 from jaxformer.interop.peft_modules import (
+    MAGNITUDE,
     PREFIX,
     Layout,
     adapter_layout,
@@ -42,12 +43,13 @@ TASKS = {"decoder": "CAUSAL_LM", "encoder_decoder": "SEQ_2_SEQ_LM"}
 
 class PeftModule(NamedTuple):
     """A module as peft has it: lora_a [R, inputs], lora_b [outputs, R] and their scale; of E
-    experts lora_a [E R, inputs] and lora_b [outputs, R E]."""
+    experts lora_a [E R, inputs] and lora_b [outputs, R E]. The magnitude [outputs] is of DoRA."""
 
     tensor: Tensor
     lora_a: np.ndarray
     lora_b: np.ndarray
     scale: float
+    magnitude: np.ndarray | None
 
     @property
     def rank(self) -> int:
@@ -120,6 +122,13 @@ def save_adapter(
                 " (jf.merge) and save the whole model (jf.save_pretrained), or adapt other weights."
             )
         modules[name] = module
+    for name, module in parameters.items():
+        if module.magnitude is not None:
+            raise ConfigError(
+                f"{module.tensor.paths[0]} has an adapter of DoRA, and peft has none of {name},"
+                " which is a parameter to it: merge it (jf.merge) and save the whole model"
+                " (jf.save_pretrained), or adapt other weights."
+            )
     if not modules and not parameters:
         raise ConfigError(
             "these params have no adapter: jf.adapt makes one, and jf.save_pretrained writes whole"
@@ -136,6 +145,8 @@ def save_adapter(
         name_a, name_b = matrix_names(module.tensor)
         tensors[f"{PREFIX}{names[name]}.{name_a}"] = module.lora_a
         tensors[f"{PREFIX}{names[name]}.{name_b}"] = module.lora_b
+        if module.magnitude is not None:
+            tensors[f"{PREFIX}{names[name]}.{MAGNITUDE}"] = module.magnitude
     stored = {name: as_stored(name, tensors[name], jnp.dtype(dtype)) for name in sorted(tensors)}
     settings = _settings(config, layout, modules, parameters, saved_modules)
     settings["base_model_name_or_path"] = str(base) or None
@@ -160,11 +171,11 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
     # By the index of the leaf: a [E, inputs, R] and b [E, R, outputs], where E is 1 without
     # experts; the scale, and the number of components that are not zero.
     adapters: dict[int, tuple[np.ndarray, np.ndarray, float, int]] = {}
-    for index, path in enumerate(tensor.paths):
-        leaf = leaves[path]
+    adapted: list[Any] = [leaves[path] for path in tensor.paths]
+    for index, leaf in enumerate(adapted):
         if not isinstance(leaf, LowRank):
             continue
-        a, b, scale = (np.asarray(x[layer], np.float32) for x in (leaf.a, leaf.b, leaf.scale))
+        a, b, scale = (np.asarray(x[layer], np.float32) for x in (*leaf.factors, leaf.scale))
         if not scale:  # of a layer that the adapter leaves out
             continue
         a = a.reshape(experts, -1, a.shape[-1])
@@ -193,7 +204,22 @@ def _module_of(tensor: Tensor, leaves: Mapping[str, Weight]) -> PeftModule | Non
             if not is_shared:
                 row += rank
         bs.append(module_b)
-    return PeftModule(tensor, *join_matrices(tensor, module_a, bs), module_scale)
+    magnitude = None
+    has_magnitudes = [isinstance(leaf, LowRank) and leaf.magnitude is not None for leaf in adapted]
+    if any(has_magnitudes):
+        rows = []  # of magnitudes, [1, 1, outputs] each
+        for leaf, spec in zip(adapted, tensor.specs, strict=True):
+            if not isinstance(leaf, LowRank):
+                # What is not adapted keeps its norms.
+                inputs = low_rank(spec, 1, 1.0).inputs
+                weight = leaf.array() if is_custom(leaf) else leaf
+                squares = jnp.square(weight[layer].astype(jnp.float32))
+                values = jnp.sqrt(squares.sum(inputs))
+            else:
+                values = leaf.magnitude[layer]
+            rows.append(np.asarray(values, np.float32).reshape(1, 1, -1))
+        magnitude = join_matrices(tensor, module_a[..., :1], rows)[1][:, 0]
+    return PeftModule(tensor, *join_matrices(tensor, module_a, bs), module_scale, magnitude)
 
 
 def _settings(
@@ -229,7 +255,7 @@ def _settings(
         "fan_in_fan_out": any(module.tensor.transform is CONV for module in modules.values()),
         "bias": "none",
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": any(module.magnitude is not None for module in adapted.values()),
         "init_lora_weights": True,
         "inference_mode": True,
     }

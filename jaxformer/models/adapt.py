@@ -8,7 +8,7 @@ import jax
 
 from jaxformer.adapters.adapted_params import MakeLeaf, adapt_specs, frozen_specs
 from jaxformer.adapters.lora import LoRA, adapted_specs, targets_of
-from jaxformer.adapters.low_rank import LowRank, is_adapted, learned_rows
+from jaxformer.adapters.low_rank import LowRank, begun, is_adapted, learned_rows
 from jaxformer.arrays.params import Params, Spec, Specs, dotted, init_params, is_custom, rows
 from jaxformer.config.adapter import LORA_WORDS, AdapterConfig, Quantization
 from jaxformer.config.model import ModelConfig
@@ -80,7 +80,7 @@ def filled(table: Specs, base: Params, key: jax.Array) -> Params:
         name = dotted(path)
         factors = {f"{name}.a": entry.a, f"{name}.b": entry.b, f"{name}.scale": entry.scale}
         a, b, scale = init_params(factors, key).values()
-        return replace(entry, weight=weight, a=a, b=b, scale=scale)
+        return begun(replace(entry, weight=weight, a=a, b=b, scale=scale))
 
     def is_row(node: Any) -> bool:
         return isinstance(node, Spec) or is_custom(node)
@@ -112,11 +112,7 @@ def merge(params: Params) -> Params:
         )
 
     def merged_weight(node: Any) -> Any:
-        if not is_adapted(node):
-            return node.array() if is_custom(node) else node
-        weight = node.weight.array() if is_custom(node.weight) else node.weight
-        # Rounded once: in 16 bits most of a small product would be lost in the sum.
-        return (weight.astype(node.scale.dtype) + node.product()).astype(weight.dtype)
+        return node.array() if is_custom(node) else node
 
     merged: Params = jax.tree.map(merged_weight, params, is_leaf=is_custom)
     return merged
@@ -176,6 +172,8 @@ def adapter_of(settings: AdapterConfig) -> Adapter:
         targets=tuple(parts_of(settings.targets)),
         dropout=settings.dropout,
         rslora=settings.rslora,
+        dora=settings.dora,
+        init=settings.init,
         ranks=tuple(ranks.items()),
         alphas=tuple(alphas.items()),
     )

@@ -254,6 +254,6 @@ def test_a_leaf_that_knows_nothing_of_groups_replaces_all_weights_but_those_of_e
 @pytest.mark.slow
 def test_divided_experts_with_an_adapter_equal_those_of_one_device():
     report = on_eight_devices("adapter_devices.py")
-    assert len(report["apart"]) == 1
+    assert len(report["apart"]) == 2
     assert all(difference < 2e-6 for difference in report["apart"].values()), report
     assert report["dropout"] == 0 and np.isfinite(report["loss"])

@@ -89,6 +89,57 @@ def test_an_adapted_weight_is_the_formula():
         np.testing.assert_allclose(merged, wanted, atol=1e-6)
 
 
+BLOCKS = ("attention", "cross", "ffn")
+
+
+@pytest.mark.parametrize("family, loop", [("decoder", "scan"), ("encoder_decoder", "unroll")])
+@pytest.mark.parametrize(
+    "lora", [{"dora": True}, {"init": "pissa"}, {"dora": True, "init": "pissa"}]
+)
+def test_dora_and_pissa_begin_at_the_base_and_learn_as_their_merged_params(family, loop, lora):
+    config, params = model(family, layer_loop=loop)
+    targets = BLOCKS if family == "encoder_decoder" else ("attention", "ffn")
+    adapter = jf.LoRA(rank=3, alpha=5.0, targets=targets, **lora)
+    adapted = jf.adapt(params, config, adapter, jax.random.key(1))
+    base = forward(params, config, **alone(config))
+    near = dict(atol=4e-5 * float(base.std()), rtol=0)
+    np.testing.assert_allclose(forward(adapted, config, **alone(config)), base, **near)
+    adapted = noised(adapted)
+    wanted = forward(adapted, config, **alone(config))
+    assert jnp.abs(wanted - base).max() > 0.1 * base.std()
+    np.testing.assert_allclose(forward(merge(adapted), config, **alone(config)), wanted, **near)
+
+
+@pytest.mark.parametrize("name", ["q", "out"])
+def test_a_weight_with_magnitudes_is_the_formula(name):
+    """magnitude (W + s a b) / |W + s a b|, whose norm gets no gradient (arXiv:2402.09353)."""
+    config, params = model("decoder")
+    lora = jf.LoRA(rank=4, alpha=6, targets=(f"blocks.attention.{name}",), dora=True)
+    adapted = noised(jf.adapt(params, config, lora, jax.random.key(1)))
+    leaf = adapted["blocks"]["attention"][name]
+    weight = np.float64(leaf.weight) + np.float64(leaf.product())
+    norms = np.sqrt(np.square(weight).sum(leaf.inputs))
+    gain = np.expand_dims(np.float64(leaf.magnitude) / norms, leaf.inputs)
+    merged = jf.merge(adapted)["blocks"]["attention"][name]
+    np.testing.assert_allclose(merged, gain * weight, atol=1e-6)
+    # The gradient of a is that of the weight times the gain, through the product alone.
+    equation = {"q": "BTD,DNH->BTNH", "out": "BTNH,NHD->BTD"}[name]
+    one = jax.tree.map(lambda part: part[0], leaf)
+    x = jax.random.normal(jax.random.key(2), (2, 3, *(leaf.shape[axis] for axis in leaf.inputs)))
+    toward = jax.random.normal(
+        jax.random.key(3), one.contract(equation, x, to=None, dtype=None).shape
+    )
+
+    def total(a):
+        return (one.replace(a=a).contract(equation, x, to=None, dtype=None) * toward).sum()
+
+    outer = np.einsum("bti,bto->io", *(np.float64(part).reshape(2, 3, -1) for part in (x, toward)))
+    b = np.float64(one.b).reshape(4, -1)
+    wanted = float(one.scale) * (outer * gain[0].reshape(1, -1)) @ b.T
+    found = np.asarray(jax.grad(total)(one.a)).reshape(wanted.shape)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
 def test_ranks_and_alphas_go_by_pattern():
     config, params = model("decoder")
     lora = jf.LoRA(
@@ -192,6 +243,8 @@ BAD = {
     "a rank beyond the width": ({"rank": 17}, r"rank=17 is beyond the width of .* allow 1 to 8"),
     "an alpha of 0": ({"alpha": 0}, "alpha=0 must be a number above 0"),
     "all dropped out": ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
+    "magnitudes of a table": ({"targets": ("embed",), "dora": True}, "are for the matrices of"),
+    "unknown initial values": ({"init": "svd"}, "init='svd' must be one of zeros, pissa"),
     "no target": ({"targets": ()}, "targets is empty"),
     "a rank for nothing": ({"ranks": {"fnn": 2}}, r"ranks: 'fnn' fits no matrix.* ffn"),
 }

@@ -130,6 +130,50 @@ def test_adapters_of_queries_keys_and_values_become_one_of_the_module_that_they_
     assert_same_tensors(tensors(back), tensors(place))
 
 
+@each(["llama", "gpt2"])
+def test_magnitudes_are_those_of_peft(name):
+    """DoRA (arXiv:2402.09353), also of a module that is queries, keys and values."""
+    modules = [module for module in linear_modules(reference(name)) if "1" in module]
+    model, place = saved(name, "dora", use_dora=True, r=3, lora_alpha=7, target_modules=modules)
+    batch, found = inputs(name), jf.load(place)
+    wanted = theirs(model, batch)
+    assert np.abs(wanted - theirs(reference(name), batch)).max() > 0.5 * wanted.std()
+    assert_close(ours(found, batch), wanted, batch)
+    assert_close(logits(found.config, merge(found.params), batch), wanted, batch)
+    back = folder(name, "dora back")
+    jf.save_adapter(back, found.params, found.config, base=directory(name))
+    written, expected = tensors(back), tensors(place)
+    assert expected.items() and written.keys() >= expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(tensor, written[key]), key
+    assert_close(theirs(put_on(name, back), batch), wanted, batch)
+
+
+@each(["llama", "gpt2"])
+def test_an_adapter_made_here_with_magnitudes_and_principal_components_is_one_of_peft(name):
+    model, batch = loaded(name), inputs(name)
+    lora = jf.LoRA(rank=2, targets=("blocks.*.[qvu]*",), dora=True, init="pissa")
+    params = noised(jf.adapt(model.params, model.config, lora, jax.random.key(0)))
+    place = folder(name, "made with both")
+    jf.save_adapter(place, params, model.config, base=directory(name))
+    assert_close(logits(model.config, params, batch), theirs(put_on(name, place), batch), batch)
+
+
+@pytest.mark.xdist_group("llama")
+def test_the_initial_values_of_pissa_are_those_of_peft():
+    """arXiv:2404.02948; a and b up to the signs of pairs, so that their product is compared."""
+    model = loaded("llama")
+    lora = jf.LoRA(rank=3, alpha=7, targets=("q",), init="pissa")
+    leaf = jf.adapt(model.params, model.config, lora, jax.random.key(0))["blocks"]["attention"]["q"]
+    settings = dict(r=3, lora_alpha=7, target_modules=["q_proj"], init_lora_weights="pissa")
+    made = peft.get_peft_model(copy.deepcopy(reference("llama")), peft.LoraConfig(**settings))
+    for layer, block in enumerate(made.base_model.model.model.layers):
+        product = block.self_attn.q_proj.get_delta_weight("default").detach().numpy()  # [O, I]
+        wide = np.tensordot(leaf.start_a[layer], leaf.start_b[layer], 1) * leaf.scale[layer]
+        np.testing.assert_allclose(wide.reshape(len(wide), -1).T, product, atol=1e-5)
+        np.testing.assert_array_equal(leaf.a, leaf.start_a)
+
+
 TARGETS = {  # settings of peft, and the leaves of llama that they adapt
     "names": (QV, ["q", "v"]),
     "all linear layers": (
@@ -288,7 +332,8 @@ WRONG = {  # changes of an adapter_config.json, and words of the message
         r"is at 'http://127\.0\.0\.1:9/model', which whoever made .* jf\.load\(.*, base='http",
     ),
     "another method": (dict(peft_type="IA3"), r'peft_type="IA3" is not supported; .*"LORA"'),
-    "DoRA": (dict(use_dora=True), "use_dora=true is not supported; supported: false"),
+    "DoRA without its magnitudes": (dict(use_dora=True), "lora_magnitude_vector: not in"),
+    "no answer": (dict(use_dora=1), "use_dora=1 is not supported; supported: true or false"),
     "biases": (dict(bias="lora_only"), r'bias="lora_only" is not supported; supported: "none"'),
     "layers twice": (dict(layer_replication=[[0, 2]]), "layer_replication=.*false or null"),
     "single tokens": (dict(trainable_token_indices=[3]), "trainable_token_indices"),

@@ -35,6 +35,7 @@ ADAPTER = PLAIN | {
     "train.eval_every": 4,
     "train.steps": 8,
 }
+KEY = jax.random.key(0)
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +224,25 @@ def test_a_run_over_quantized_experts_resumes_bitwise(base, tmp_path, capsys):
     learned = sum(leaf.size for leaf in jax.tree.leaves(learning))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params)) + 2 * 4 * learned
     assert f"{size / 1024:.1f} KiB of parameters and optimizer state" in printed
+
+
+@pytest.mark.parametrize("kind", ["float32", "nf4"])
+def test_a_run_of_dora_and_pissa_resumes_bitwise(base, kind, tmp_path):
+    changes = {"adapter.dora": True, "adapter.init": "pissa", "adapter.base": kind}
+    changes |= {"train.checkpoint_every": 2, "train.eval_every": 2}
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        run_line = adapter_line(tmp_path / name, base, **changes, **{"train.steps": steps})
+        assert train_here(run_line) == 0
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    loaded = jf.load(tmp_path / "whole")
+    leaf = loaded.params["blocks"]["attention"]["q"]
+    assert np.any(leaf.a != leaf.start_a) and np.any(leaf.b != leaf.start_b)
+    norms = jf.adapt(jf.without_adapters(loaded.params), loaded.config, jf.LoRA(dora=True), KEY)
+    assert np.any(leaf.magnitude != norms["blocks"]["attention"]["q"].magnitude)
+    tokens = np.arange(8)[None]
+    found = jf.forward(loaded.params, loaded.config, tokens)
+    merged = jf.forward(jf.merge(loaded.params), loaded.config, tokens)
+    np.testing.assert_allclose(found, merged, atol=1e-5 * float(merged.std()))
 
 
 def test_only_the_adapter_is_counted_as_learning(base):
