@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": ("CONFIG [--device h100] [--devices 8]", "What a run needs and costs, before it runs."),
     "shapes": ("CONFIG [--format json]", "The shapes, parameters and FLOPs of each sublayer."),
     "sample": ('RUN [--prompt "..."] [--chat]', "Generate text, or chat."),
+    "serve": ("MODEL [--port 8000]", "Serve a model by the API of OpenAI, and a page to chat in."),
     "predict": ('RUN --prompt "..."', "Predict masked tokens, a class, or tags."),
     "embed": ('RUN [--prompt "..."]', "Print the vectors of texts."),
     "evaluate": ("RUN [--data.validation PATH]", "Compute loss, accuracy or BLEU on a text."),

@@ -174,6 +174,45 @@ class SampleArguments(ModelArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeArguments(ModelArguments):
+    """Serves a decoder by the API of OpenAI, /v1/chat/completions, /v1/completions and /v1/models,
+    and a page to chat in. Needs the extra serve."""
+
+    host: str = "127.0.0.1"
+    """Address to bind to. With 0.0.0.0 other machines reach it: set an API key then."""
+    port: int = 8000
+    """Port to bind to; 0 takes a free one."""
+    api_key: str = ""
+    """Key that requests have to bring. If empty, that of the environment variable
+    JAXFORMER_API_KEY, and without one any request is answered."""
+    name: str = ""
+    """Name of the model in requests. If empty, that of its directory or file."""
+    rows: int = 8
+    """Number of texts that are written at a time."""
+    queue: int = 64
+    """Number of texts that may wait for a row; further requests are refused with the status 429."""
+    max_length: int = 0
+    """Most tokens of a prompt and its text; 0: the context of the model."""
+    max_bytes: int = 1 << 22
+    """Most bytes of the body of a request."""
+    timeout: float = 600.0
+    """Seconds after which a request ends with the status 504."""
+
+    def check(self) -> None:
+        """Raises ConfigError for values that are out of range."""
+        for name in ("rows", "max_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} {getattr(self, name)} must be at least 1.")
+        for name in ("queue", "max_length"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} {getattr(self, name)} must be at least 0.")
+        if not 0 < self.timeout <= 10**6:
+            raise ConfigError(f"--timeout {self.timeout} must be above 0, up to 1,000,000 seconds.")
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"--port {self.port} must be from 0 to 65535.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PredictArguments(ModelArguments):
     """Predicts the [MASK] tokens of a text, its class, or the tags of its words."""
 
@@ -373,6 +412,7 @@ ARGUMENTS: dict[str, type | dict[str, Callable[..., Any]]] = {
     "plan": PlanArguments,
     "shapes": ShapesArguments,
     "sample": SampleArguments,
+    "serve": ServeArguments,
     "predict": PredictArguments,
     "embed": EmbedArguments,
     "evaluate": EvaluateArguments,

@@ -321,25 +321,28 @@ def fitted(weights: Params) -> Any:
     return _decode_wide
 
 
-# The state of the loop: the number of the step, the tokens of all steps and the stream.
-_DecodeCarry = tuple[jax.Array, jax.Array, Stream]
+# The state of the loop: the number of the step, what is noted of all steps and the stream.
+_DecodeCarry = tuple[jax.Array, Any, Stream]
 
 
 def continued(
     params: Params,
     config: ModelConfig,
     rules: Sampling,
-    steps: int,
-    made: jax.Array,
+    steps: int | jax.Array,
+    made: Any,
     stream: Stream,
     drawn: Callable[[Stream], tuple[jax.Array, jax.Array]],
     add: Callable[[TextSoFar, jax.Array], TextSoFar],
-) -> tuple[jax.Array, Stream]:
+    noted: Callable[[Stream, jax.Array], Any] = lambda stream, token: token,
+) -> tuple[Any, Stream]:
     """Return the tokens [B, n] and the stream after at most `steps` steps; fewer where all rows
     end.
 
     `made` has the tokens that stand where a row has ended. `drawn` gives the next token of each row
-    [B] and the key after it, and `add` the texts with one more token [B]."""
+    [B] and the key after it, and `add` the texts with one more token [B]. `noted` gives what is
+    returned of a step, arrays [B, ...] in place of the tokens alone; `made` has arrays
+    [B, n, ...] of them."""
 
     def unfinished(carry: _DecodeCarry) -> jax.Array:
         i, _, stream = carry
@@ -354,7 +357,12 @@ def continued(
         logits, cache = read(
             params, config, token[:, None], position, stream.cache, done=done[:, None]
         )
-        made = made.at[:, i].set(jnp.where(done, made[:, i], token))
+
+        def put(array: jax.Array, new: jax.Array) -> jax.Array:
+            ended = done.reshape(-1, *[1] * (new.ndim - 1))
+            return array.at[:, i].set(jnp.where(ended, array[:, i], new))
+
+        made = jax.tree.map(put, made, noted(stream, token))
         written = add(stream.written, token)
         done = done | ends(token, rules.end_token) | (written.count >= written.limit)
         return i + 1, made, Stream(cache, logits[:, 0], position + 1, done, key, written)

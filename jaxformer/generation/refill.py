@@ -3,19 +3,19 @@ never waits for the longest text.
 
 A prompt is read by itself, and what the layers keep of it is put into the cache of all rows. The
 newest slot is the same for all rows, and a prompt ends there. After the last slot comes the first
-again: they are as many as the tokens of the longest text, so that only those of texts that have
-ended are overwritten. One program reads prompts of a length of a short ladder, and one makes a
+again: they are at least as many as the tokens of the longest text, so that only those of texts that
+have ended are overwritten. One program reads prompts of a length of a short ladder, and one makes a
 chunk of tokens of all rows. The key of a token is that of its prompt and its place in the text, so
 that a text does not depend on its row or on the texts beside it.
 
-In the comments, B is the number of rows, S that of the slots of the cache and V the size of the
-vocabulary.
+In the comments, B is the number of rows, S that of the slots of the cache, V the size of the
+vocabulary and n the most tokens that are made at a time.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,29 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import Stream, continued, start
 from jaxformer.generation.prompts import EMPTY, capacity, padded, rung
-from jaxformer.generation.sampling import Sampling, draw, sampling_key
+from jaxformer.generation.sampling import NUMBERS, ROWS, Sampling, draw, sampling_key
 from jaxformer.generation.text_so_far import TextSoFar
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import Slots, is_slots
 
 CHUNK = 16  # tokens of each row between two looks at which texts have ended
 NO_TOKEN = -1  # in place of a token of a row whose text has ended
+TOP = 20  # of the likeliest tokens in the place of one, as the API of OpenAI gives at most
+LEAST_SLOTS = 128  # of rows whose slots grow with their texts
 
 Tokens = Sequence[int]
 EndsText = Callable[[int, list[int]], bool]
+
+
+class Made(NamedTuple):
+    """New tokens of a text: ids [n], and where its row is scored the log-probability of each [n]
+    and those of the likeliest tokens in its place, ids and values [n, TOP], as `jf.score` has
+    them."""
+
+    tokens: Any
+    log_probs: Any = None
+    alternatives: Any = None
+    alternative_log_probs: Any = None
 
 
 def refill(
@@ -73,56 +86,146 @@ def refill(
         )
     if not prompts:
         return
-    config = replace(config, layer_loop="unroll")  # its programs run often
     source_of = sources or [()] * len(prompts)  # a decoder reads none
-    longest = max(map(len, prompts))
-    longest_source = max(map(len, source_of))
-
-    def read(
-        params: Params, prompt: Tokens, source: Tokens, key: jax.Array, count: int, **more: int
-    ) -> Stream:
-        """Return the stream after a prompt, of one row."""
-        tokens, segments = padded([prompt], _padded_length(len(prompt), longest), left=True)
-        of_source: tuple[Any, Any] = (None, None)
-        if source:
-            of_source = padded([source], _padded_length(len(source), longest_source))
-        return start(params, config, tokens, count, key, segments, of_source, **more)
-
-    def longest_rows(params: Params) -> Stream:
-        spare = max_new_tokens - 1
-        prompt = [0] * longest
-        source = [0] * longest_source
-        stream = read(params, prompt, source, jax.random.key(0), 1, n=rows, spare=spare)
-        return replace(stream, key=jnp.int32(0))  # there are no zeros of a key
-
-    rows = min(rows, len(prompts))
-    stream = _empty_rows(jax.eval_shape(longest_rows, params), rows)
-    weights = prepared(params, config)
+    longest = (max(map(len, prompts)), max(map(len, source_of)))
+    slots = rung(_padded_length(*longest[:1] * 2) + max_new_tokens, config.max_length)
+    writer = Rows(params, config, rules, min(rows, len(prompts)), longest, slots)
     waiting = iter(range(len(prompts)))
     texts: dict[int, tuple[int, list[int]]] = {}  # by row: the number of a prompt, its new tokens
     while True:
-        # Each free row takes the next prompt, read by itself: as many programs as rungs of length.
-        free = [row for row in range(rows) if row not in texts]
-        for row, number in zip(free, waiting, strict=False):
+        for _, number in zip(writer.free(), waiting, strict=False):
             prompt = prompts[number]
             source = source_of[number]
             space = capacity(params, config, len(prompt), len(source))
             count = min(max_new_tokens, max(space, 1))  # without space `start` raises
-            one_row = read(params, prompt, source, jax.random.fold_in(key, number), count)
-            stream = _with_prompt(stream, np.int32(row), one_row)
+            row = writer.read(prompt, jax.random.fold_in(key, number), count, source)
             texts[row] = number, []
         if not texts:
             return
-        made, stream = _advance(weights, config, rules, CHUNK, stream)
-        done = np.array(stream.done)  # [B]; a copy, since an array of JAX cannot be written
-        for row, (number, text) in texts.items():
-            new = np.asarray(made)[row]
-            text += new[new != NO_TOKEN].tolist()
-            done[row] |= stopped(number, text)
-        stream = replace(stream, done=jnp.asarray(done))
-        for row in [*texts]:
-            if done[row]:
+        for row, made in writer.advance(CHUNK).items():
+            number, text = texts[row]
+            text += made.tokens.tolist()
+            if stopped(number, text):
+                writer.end(row)
+        for row in writer.free():
+            if row in texts:
                 yield texts.pop(row)
+
+
+class Rows:
+    """Rows in which texts are written side by side: the loop of `refill`, for callers whose prompts
+    come later.
+
+    `read` puts a prompt into a free row, `advance` makes the next tokens of all rows, and `end`
+    frees a row whose text is not wanted any more. `longest` are the lengths of the longest prompt
+    and of the longest source, and `slots` those of the cache; without them they grow with the
+    texts and shrink after them, by powers of two, of which each is a program. With
+    `own_numbers` each text brings the `NUMBERS` of the rules and whether it is `scored`.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        rules: Sampling,
+        rows: int,
+        longest: tuple[int, int],
+        slots: int = 0,
+        own_numbers: bool = False,
+    ) -> None:
+        self.params = params
+        self.config = replace(config, layer_loop="unroll")  # its programs run often
+        self.rules = rules
+        self.longest = longest
+        self.grows = not slots
+        self.slots = slots or LEAST_SLOTS
+        self._done = np.ones(rows, bool)
+        self._lengths = np.zeros(rows, int)  # of each text with its padded prompt
+        self._numbers: dict[str, np.ndarray] = {}
+        if own_numbers:
+            self._numbers = {name: np.zeros(rows, np.float32) for name in NUMBERS}
+            self._numbers |= {"top_k": np.zeros(rows, np.int32), "scored": np.zeros(rows, bool)}
+        self._last: tuple[Any, Any] = (None, None)  # a prompt with its source, and its stream
+        self.weights = prepared(params, self.config)
+
+        def all_rows(params: Params) -> Stream:
+            spare = self.slots - 1 - _padded_length(1, longest[0])
+            source = [0] * longest[1]
+            stream = self._stream(params, [0], source, jax.random.key(0), 1, n=rows, spare=spare)
+            return replace(stream, key=jnp.int32(0))  # there are no zeros of a key
+
+        self._all = _empty_rows(jax.eval_shape(all_rows, params), rows)
+
+    def free(self) -> list[int]:
+        """Return the rows without a text, or whose text has ended."""
+        return np.flatnonzero(self._done).tolist()
+
+    def end(self, row: int) -> None:
+        """Frees a row."""
+        self._done[row] = True
+
+    def read(
+        self, prompt: Tokens, key: jax.Array, count: int, source: Tokens = (), **numbers: Any
+    ) -> int:
+        """Return the row of a new text of at most `count` tokens. Raises ConfigError for what
+        `jf.generate` refuses."""
+        row = self.free()[0]
+        # Several texts of a prompt read it once. The slots for the new tokens are in the rows.
+        text, stream = self._last
+        if text != (prompt, source):
+            stream = self._stream(self.params, prompt, source, key, count, spare=-count)
+            self._last = ((prompt, source), stream)
+        written = replace(stream.written, limit=jnp.int32(count))
+        stream = replace(stream, key=key, written=written)
+        self._lengths[row] = stream.written.tokens.shape[1]
+        self._done[row] = False
+        self._fit()
+        self._all = _with_prompt(self._all, np.int32(row), stream)
+        for name, value in numbers.items():
+            self._numbers[name][row] = value
+        return row
+
+    def advance(self, steps: int) -> dict[int, Made]:
+        """Return the new tokens of each row that had a text, at most `steps` (up to `CHUNK`) of
+        them."""
+        running = np.flatnonzero(~self._done).tolist()
+        self._lengths[running] += steps
+        self._fit()
+        stream = replace(self._all, done=jnp.asarray(self._done))
+        made, self._all = _advance(
+            self.weights, self.config, self.rules, CHUNK, stream, np.int32(steps), self._numbers
+        )
+        made = jax.device_get(made)
+        self._done = np.array(self._all.done)  # a copy, since an array of JAX cannot be written
+        texts = {}
+        for row in running:
+            count = int((made.tokens[row] != NO_TOKEN).sum())
+            texts[row] = jax.tree.map(lambda array: array[row, :count], made)  # noqa: B023
+        return texts
+
+    def _stream(
+        self,
+        params: Params,
+        prompt: Tokens,
+        source: Tokens,
+        key: jax.Array,
+        count: int,
+        **more: int,
+    ) -> Stream:
+        """Return the stream after a prompt, of one row."""
+        tokens, segments = padded([prompt], _padded_length(len(prompt), self.longest[0]), left=True)
+        of_source: tuple[Any, Any] = (None, None)
+        if source:
+            of_source = padded([source], _padded_length(len(source), self.longest[1]))
+        return start(params, self.config, tokens, count, key, segments, of_source, **more)
+
+    def _fit(self) -> None:
+        """Gives the rows as many slots as their texts take, and a few more."""
+        longest = int(np.max(self._lengths, where=~self._done, initial=LEAST_SLOTS))
+        slots = 1 << (longest - 1).bit_length()
+        if self.grows and (slots > self.slots or 4 * slots <= self.slots):
+            self._all = _resized(self._all, slots)
+            self.slots = slots
 
 
 def _empty_rows(shapes: Stream, rows: int) -> Stream:
@@ -180,23 +283,78 @@ def _with_prompt(stream: Stream, row: np.int32, prompt: Stream) -> Stream:
     return replace(rows, cache=cache)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _resized(stream: Stream, slots: int) -> Stream:
+    """Return the rows with another number of slots S', which are enough for the running texts."""
+    cache = stream.cache
+    before = cache.layout.positions.shape[1]
+
+    def resized(array: jax.Array) -> jax.Array:
+        """Return [B, S', ...] of [B, S, ...]: the newest entries, the oldest of them first."""
+        array = jnp.roll(array, -cache.length, axis=1)
+        if slots < before:
+            return array[:, before - slots :]
+        return jnp.pad(array, [(0, 0), (0, slots - before), *[(0, 0)] * (array.ndim - 2)])
+
+    def of_layer(node: Any) -> Any:
+        return Slots(resized(node.array)) if is_slots(node) else node
+
+    # The next token takes the slot after the newest, or the first.
+    cache = replace(
+        cache,
+        layers=jax.tree.map(of_layer, cache.layers, is_leaf=is_slots),
+        layout=jax.tree.map(resized, cache.layout),
+        length=jnp.int32(min(before, slots)),
+    )
+    tokens = stream.written.tokens[..., :slots]  # [B, 1, S], the first slots of which are used
+    tokens = jnp.pad(tokens, [(0, 0), (0, 0), (0, slots - tokens.shape[-1])])
+    return replace(stream, cache=cache, written=replace(stream.written, tokens=tokens))
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), donate_argnums=4)
 def _advance(
-    params: Params, config: ModelConfig, rules: Sampling, n: int, stream: Stream
-) -> tuple[jax.Array, Stream]:
-    """`n` more tokens of each row [B, n], NO_TOKEN after its end, and the rows after them; fewer
-    steps are run where all texts end."""
+    params: Params,
+    config: ModelConfig,
+    rules: Sampling,
+    n: int,
+    stream: Stream,
+    steps: jax.Array,
+    numbers: Mapping[str, jax.Array],
+) -> tuple[Made, Stream]:
+    """At most `steps` more tokens of each row, in arrays of `n`, with NO_TOKEN after its end, and
+    the rows after them; fewer steps are run where all texts end. `numbers` [B] are those of the
+    rules of each row, if it has its own."""
+    of_rules = {name: values for name, values in numbers.items() if name != "scored"}
+    rows, vocabulary = stream.logits.shape
 
     def drawn(stream: Stream) -> tuple[jax.Array, jax.Array]:
-        def of_row(logits: jax.Array, key: jax.Array, written: TextSoFar) -> jax.Array:
+        def of_row(logits: Any, key: Any, written: TextSoFar, own: dict[str, Any]) -> jax.Array:
             key = jax.random.fold_in(key, written.count)
-            return draw(logits[None], key, rules, written)[0]
+            return draw(logits[None], key, replace(rules, **own), written)[0]
 
-        token = jax.vmap(of_row)(stream.logits, stream.key, stream.written)
+        mapped = jax.vmap(of_row, axis_name=ROWS)
+        token = mapped(stream.logits, stream.key, stream.written, of_rules)
         return jnp.where(stream.done, 0, token), stream.key
+
+    def noted(stream: Stream, token: jax.Array) -> Made:
+        if not numbers:
+            return Made(token)
+
+        def scores(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            logs = jax.nn.log_softmax(logits, axis=-1)  # [B, V]
+            best, ids = jax.lax.top_k(logs, min(TOP, vocabulary))
+            return jnp.take_along_axis(logs, token[:, None], axis=-1)[:, 0], ids, best
+
+        def none(logits: jax.Array) -> Any:
+            return jax.tree.map(jnp.zeros_like, jax.eval_shape(scores, logits))
+
+        return Made(token, *jax.lax.cond(numbers["scored"].any(), scores, none, stream.logits))
 
     def add(written: TextSoFar, token: jax.Array) -> TextSoFar:
         return jax.vmap(TextSoFar.add)(written, token[:, None])
 
-    made = jnp.full((stream.done.shape[0], n), NO_TOKEN, jnp.int32)
-    return continued(params, config, rules, n, made, stream, drawn, add)
+    shapes = jax.eval_shape(noted, stream, jnp.zeros(rows, jnp.int32))
+    made = jax.tree.map(
+        lambda of_step: jnp.full((rows, n, *of_step.shape[1:]), NO_TOKEN, of_step.dtype), shapes
+    )
+    return continued(params, config, rules, steps, made, stream, drawn, add, noted)

@@ -66,6 +66,9 @@ def _is_function(value: Any) -> bool:
 LOGIT_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # What a draw has beside the rules on its text.
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
+# The rules that are numbers, of which each row may have its own while a program runs (`used`).
+NUMBERS = (*LOGIT_PENALTIES, *FILTERS)
+ROWS = "rows"  # the mapped axis of rows that have numbers of their own
 TOKEN_IDS = Values(_are_ids, "a tuple of token ids")
 END_TOKENS = Values(_is_end, "a token id, a tuple of them or None")
 COUNT = Values(whole_from(0), "a whole number, at least 0")
@@ -117,7 +120,8 @@ class TextRules:
         messages = []
         for name, (allowed, words) in self.values.items():
             value = getattr(self, name)
-            if not allowed(value):
+            # The numbers of rows were checked before the program.
+            if not isinstance(value, jax.core.Tracer) and not allowed(value):
                 messages.append(f"{name}={value!r} must be {words}")
         if messages:
             raise ConfigError("; ".join(messages))
@@ -160,6 +164,20 @@ def within(logits: jax.Array, vocab_size: int | None) -> jax.Array:
     return _without(logits, jnp.arange(logits.shape[-1]) >= vocab_size)
 
 
+def used(
+    is_used: bool | jax.Array, rule: Callable[[jax.Array], jax.Array], logits: jax.Array
+) -> jax.Array:
+    """Return `rule(logits)` where a rule is used, else the logits. Of rows with numbers of their
+    own, which are mapped over the axis `ROWS`, the rule is computed where any row uses it, and
+    has to change nothing in the others."""
+    if isinstance(is_used, jax.core.Tracer):
+        by_any = jax.lax.pmax(jnp.asarray(is_used, jnp.int32), ROWS) > 0
+        return jax.lax.cond(by_any, rule, lambda same: same, logits)  # type: ignore[no-any-return]
+    if is_used:
+        return rule(logits)
+    return logits
+
+
 def permitted(
     scores: jax.Array, rules: TextRules, written: TextSoFar, certain: jax.Array | float = 0.0
 ) -> jax.Array:
@@ -167,15 +185,22 @@ def permitted(
     where the end is forced, its score is `certain` [B, 1]."""
     size = scores.shape[-1]
     ids = jnp.arange(size)
-    if rules.repetition_penalty != 1:
+    penalty = rules.repetition_penalty
+
+    def repeated_less(scores: jax.Array) -> jax.Array:
         # CTRL, arXiv:1909.05858, section 4.1.
-        penalty = rules.repetition_penalty
         penalized = jnp.where(scores < 0, scores * penalty, scores / penalty)
-        scores = jnp.where(written.counts(size) > 0, penalized, scores)
-    if rules.presence_penalty:
-        scores = scores - rules.presence_penalty * (written.counts(size, new=True) > 0)
-    if rules.frequency_penalty:
-        scores = scores - rules.frequency_penalty * written.counts(size, new=True)
+        return jnp.where(written.counts(size) > 0, penalized, scores)
+
+    def with_presence(scores: jax.Array) -> jax.Array:
+        return scores - rules.presence_penalty * (written.counts(size, new=True) > 0)
+
+    def with_frequency(scores: jax.Array) -> jax.Array:
+        return scores - rules.frequency_penalty * written.counts(size, new=True)
+
+    scores = used(penalty != 1, repeated_less, scores)
+    scores = used(rules.presence_penalty != 0, with_presence, scores)
+    scores = used(rules.frequency_penalty != 0, with_frequency, scores)
     if rules.no_repeat_ngram_size:
         # Those that would end a sequence that the text has already (arXiv:1705.04304).
         scores = _without(scores, written.repeating(rules.no_repeat_ngram_size, size))
@@ -230,44 +255,68 @@ def draw(
     """Return the next token of each row: logits [B, V] float32 -> [B] int32. The rules on the text
     hold where the texts so far are given, `written`."""
     logits = choices(logits, sampling, written)
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def drawn(_: jax.Array) -> jax.Array:
+        token = jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+        return jnp.where(sampling.temperature == 0, greedy, token)
+
+    return used(sampling.temperature > 0, drawn, greedy)
 
 
 def choices(logits: jax.Array, sampling: Sampling, written: TextSoFar | None = None) -> jax.Array:
     """Return the logits [B, V] from which `draw` draws, or of which it takes the largest."""
+    temperature, top_k, top_p, min_p = (getattr(sampling, name) for name in FILTERS)
     logits = within(logits, sampling.vocab_size)
     if written is not None:
         logits = permitted(logits, sampling, written)
-    if sampling.temperature == 0:
+    if not isinstance(temperature, jax.core.Tracer) and temperature == 0:
         return logits
-    logits = tempered(logits, sampling.temperature)
-    if sampling.top_k:
+
+    def likeliest_k(logits: jax.Array) -> jax.Array:
         # Ties with the k-th stay (arXiv:1805.04833).
-        best, _ = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))
-        logits = _without(logits, logits < best[:, -1:])
-    if sampling.top_p != 1:
+        if isinstance(top_k, jax.core.Tracer):
+            ranked = jnp.sort(logits, axis=-1, descending=True)
+            last = jnp.take(ranked, jnp.minimum(top_k, logits.shape[-1]) - 1, axis=-1)[:, None]
+            return _without(logits, (top_k > 0) & (logits < last))
+        best, _ = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))
+        return _without(logits, logits < best[:, -1:])
+
+    def nucleus(logits: jax.Array) -> jax.Array:
         # Without a token where the likelier ones have this probability together
         # (arXiv:1904.09751).
         ranked = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ranked, axis=-1)
         likelier = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
         likeliest = jnp.arange(ranked.shape[-1]) == 0  # it stays also where top_p rounds to 0
-        nucleus = jnp.where((likelier < sampling.top_p) | likeliest, ranked, jnp.inf)
-        logits = _without(logits, logits < jnp.min(nucleus, axis=-1, keepdims=True))
-    if sampling.min_p:
+        kept = (likelier < top_p) | likeliest | (top_p == 1)
+        least = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
+        return _without(logits, logits < least)
+
+    def above_share(logits: jax.Array) -> jax.Array:
         # A ratio of probabilities is a difference of logits, which takes no softmax
         # (arXiv:2407.01082).
-        least = logits.max(axis=-1, keepdims=True) + math.log(sampling.min_p)
-        logits = _without(logits, logits < least)
-    return logits
+        log: Callable[[Any], Any] = math.log
+        if isinstance(min_p, jax.core.Tracer):
+            log = jnp.log
+        return _without(logits, logits < logits.max(axis=-1, keepdims=True) + log(min_p))
+
+    logits = used(temperature > 0, lambda logits: tempered(logits, temperature), logits)
+    logits = used(top_k != 0, likeliest_k, logits)
+    logits = used(top_p != 1, nucleus, logits)
+    return used(min_p != 0, above_share, logits)
 
 
-def tempered(logits: jax.Array, temperature: float) -> jax.Array:
+def tempered(logits: jax.Array, temperature: float | jax.Array) -> jax.Array:
     """Return logits [B, V] over a temperature above 0. The largest of each row is subtracted first,
     so that its quotient is 0 at any temperature. A temperature that float32 rounds to 0 or to
-    infinity is replaced by the nearest one whose reciprocal is a float32 too."""
+    infinity is replaced by the nearest one whose reciprocal is a float32 too. At 0, which a row of
+    its own may have, logits stay."""
     smallest = float(np.finfo(np.float32).tiny)
-    bounded = min(max(temperature, smallest), 1 / smallest)
-    return (logits - logits.max(axis=-1, keepdims=True)) / bounded
+    bounded: float | jax.Array
+    if isinstance(temperature, jax.core.Tracer):
+        bounded = jnp.clip(temperature, smallest, 1 / smallest)
+    else:
+        bounded = min(max(temperature, smallest), 1 / smallest)
+    quotients = (logits - logits.max(axis=-1, keepdims=True)) / bounded
+    return jnp.where(temperature == 0, logits, quotients)

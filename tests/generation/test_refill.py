@@ -9,7 +9,8 @@ from shapes import MODELS, SIZES, made
 import jaxformer as jf
 from jaxformer.config import with_settings
 from jaxformer.generation import refill as refill_file
-from jaxformer.generation.refill import refill
+from jaxformer.generation.refill import Rows, refill
+from jaxformer.generation.sampling import Sampling
 
 KEY = jax.random.key(3)
 LENGTHS = (9, 3, 30, 1, 30, 9, 3)  # few, since each is a program
@@ -162,3 +163,61 @@ def test_rules_hold_in_refilled_rows():
         alone = np.asarray(jf.generate(params, config, [prompt], COUNT, **rules))[0].tolist()
         assert texts[number] == alone[: len(texts[number])]
         assert {*alone[len(texts[number]) :]} <= {11}
+
+
+GROWING = {
+    "rope, a window in every second layer": dict(window=40, window_pattern="wf"),
+    "recurrent": dict(layer_pattern="dm", recurrent=jf.Recurrent(chunk=4)),
+    "latent": LATENT,
+}
+
+
+@pytest.mark.parametrize("settings", GROWING.values(), ids=GROWING)
+def test_texts_that_come_later_are_those_of_their_prompts_while_slots_grow_and_shrink(
+    settings, monkeypatch
+):
+    monkeypatch.setattr(refill_file, "LEAST_SLOTS", 32)
+    config = with_settings(jf.ModelConfig(), SIZES | {"max_length": 160} | settings)
+    params, prompts = made(config), prompts_of((3, 5, 100, 2))
+    counts = (40, 30, 40, 20)
+    writer = Rows(params, config, Sampling(temperature=0), 2, (160, 0))
+    texts, running, slots, waiting = {}, {}, [], [0, 1, 2, 3]
+    while waiting or running:
+        for _ in writer.free()[: len(waiting)]:
+            number = waiting.pop(0)
+            row = writer.read(prompts[number], jax.random.key(0), counts[number])
+            running[row], texts[number] = number, []
+        for row, new in writer.advance(1 + len(slots) % 4).items():
+            texts[running[row]] += new.tokens.tolist()
+            if running[row] == 2 and len(texts[2]) > 10:  # nobody wants more of it
+                writer.end(row)
+        slots.append(writer.slots)
+        running = {row: number for row, number in running.items() if row not in writer.free()}
+    for number, text in texts.items():
+        alone = jf.generate(params, config, [prompts[number]], counts[number], temperature=0)[0]
+        assert text == alone[: len(text)].tolist()
+        assert len(text) == counts[number] or number == 2
+    assert (slots[0], max(slots), slots[-1]) == (64, 256, 64) and len(texts[2]) < 40
+
+
+def test_rows_with_numbers_of_their_own_have_the_texts_of_programs_with_them():
+    """Each text beside others whose rules are another: those that a row does not use change
+    nothing in it."""
+    config = jf.ModelConfig(**SIZES)
+    params, prompts = made(config), prompts_of((9, 3, 17))
+    numbers = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.8, "top_k": 9, "min_p": 0.05},
+        {"temperature": 1.2, "top_p": 0.7, "frequency_penalty": 1.0},
+    ]
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    neutral |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    writer = Rows(params, config, Sampling(), 3, (64, 0), own_numbers=True)
+    for prompt, own in zip(prompts, numbers, strict=True):
+        writer.read(prompt, jax.random.fold_in(KEY, 0), COUNT, **neutral | own)
+    texts = {row: [] for row in range(3)}
+    while len(writer.free()) < 3:
+        for row, new in writer.advance(3).items():
+            texts[row] += new.tokens.tolist()
+    for row, own in enumerate(numbers):
+        assert [(0, texts[row])] == [*refill(params, config, [prompts[row]], COUNT, key=KEY, **own)]
