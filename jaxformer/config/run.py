@@ -130,7 +130,7 @@ WordPatternName = Literal["gpt2", "llama3"]
 Malformed = Literal["refuse", "replace", "skip"]
 TextObjective = Literal["causal", "mlm", "span_corruption", "prefix"]
 RecordObjective = Literal["seq2seq", "sft", "classes", "token_classification", "contrastive"]
-PreferenceObjective = Literal["dpo", "ipo", "orpo", "simpo"]
+PreferenceObjective = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
 ObjectiveName = Annotated[
     Literal["auto", TextObjective, RecordObjective, PreferenceObjective],
     TableAt("jaxformer.runs.objectives.OBJECTIVES"),

@@ -57,9 +57,14 @@ class TrainConfig(Section):
     an NVIDIA GPU from Ada and Hopper on is faster with fp8."""
     preference_beta: NonNegative = 0.0
     """Coefficient beta of a preference objective (lambda of orpo, tau of ipo); 0 uses its default:
-    0.1 for dpo, ipo and orpo, 2 for simpo."""
+    0.1 for dpo, ipo, orpo and kto, 2 for simpo."""
     preference_margin: NonNegative = 0.5
     """Target margin of the rewards of simpo as a fraction of beta (gamma / beta)."""
+    preference_desirable: NonNegative = 1.0
+    """Weight of the loss of a desirable completion of kto. Together the weights should make both
+    kinds count about as much: weight x number."""
+    preference_undesirable: NonNegative = 1.0
+    """Weight of the loss of an undesirable completion of kto."""
     contrastive_temperature: Factor = 0.05
     """Temperature of the objective contrastive, by which cosines of vectors are divided."""
     ema: Fraction = 0.0

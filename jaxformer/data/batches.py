@@ -20,10 +20,10 @@ from jaxformer.data.templates import ExampleRows
 from jaxformer.files import ConfigError
 from jaxformer.tokenizer import byte_tokenizer
 
-# A record of each kind of field: one word, whose tag or label is "a" too.
+# A record of each kind of field: one word, whose tag is "a" too.
 INVENTED: dict[Kind, Value] = {
     "text": "a",
-    "label": "a",
+    "label": "1",
     "prompt": "a",
     "completion": "a",
     "words": ("a",),

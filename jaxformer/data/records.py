@@ -231,7 +231,9 @@ def _checked(
                     "another number of tags than words", f"{numbers}. Give one for each."
                 )
             if fields and fields[0].kind == "prompt":
-                record = one_pair(*record)
+                # A label of the completion stands behind it.
+                sides = len(record) - (fields[-1].kind == "label")
+                record = (*one_pair(*record[:sides]), *record[sides:])
         except RecordError as error:
             handler.malformed(error)
             continue
@@ -356,9 +358,14 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
     """
     if all(isinstance(side, str) for side in (prompt, *sides)):
         return prompt, *sides
+    reason = "prompt, chosen and rejected are no pair"
+    strings = "three strings"
+    if len(sides) == 1:
+        reason = "prompt and completion do not fit together"
+        strings = "two strings"
     refusal = RecordError(
-        "prompt, chosen and rejected are no pair",
-        "give three strings; or messages, where each side ends with one message of the role"
+        reason,
+        f"give {strings}; or messages, where each side ends with one message of the role"
         f" {ASSISTANT!r} that is not empty, after the same messages, at least one.",
     )
     if any(isinstance(side, str) for side in sides):
@@ -375,7 +382,7 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
         if answer["role"] != ASSISTANT or not content:
             raise refusal
     before = [messages[:-1] for messages in conversations]
-    if not before[0] or before[0] != before[1]:
+    if not before[0] or any(messages != before[0] for messages in before):
         raise refusal
     return before[0], *answers
 

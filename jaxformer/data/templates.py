@@ -26,11 +26,13 @@ class Template(abc.ABC):
 
     `capacity` is how many tokens each stream of a row holds (a row has one, or a source and a
     target), `lengths` how long those arrays of a row are that have another length than its tokens.
+    With `neighbors` a row is made of an example and of the next one, where rows are not packed.
     `recipe` is what its ids depend on beside the records and the tokenizer, and `cut_where` says
     where what does not fit is cut.
     """
 
     packs = True
+    neighbors = False
     cut_where = "at the end"
     recipe: tuple[str, ...] = ()
 
@@ -142,6 +144,8 @@ class ExampleRows(Rows):
         fitted = np.minimum(sizes, capacity)
         # Without packing in the order of the data, which `Batches` shuffles.
         rows = [[index] for index in np.flatnonzero(learned).tolist()]
+        if template.neighbors:
+            rows = [[*row, *after] for row, after in zip(rows, rows[1:] + rows[:1], strict=True)]
         if template.packs:
             order = np.random.default_rng(seed).permutation(len(store))
             rows = first_fit(fitted, capacity, order[learned[order]])
@@ -191,6 +195,7 @@ def first_fit(sizes: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> lis
 
 
 JOINT_IDS = "ids of joint texts"
+UNPAIRED_LABELS = {"true": 1, "1": 1, "false": 0, "0": 0}
 
 
 def joint_ids(tokenizer: Tokenizer, records: list[Record]) -> Iterator[Parts]:
@@ -365,6 +370,42 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
             ids = joined(prompt, completion)
             sides.append(self.answered(ids, np.array([len(prompt), len(ids)]), longest))
         return self.pair(sides)
+
+
+class UnpairedTemplate(PreferenceTemplate):
+    """A completion that is desirable or not, one a row, each array [2, T]: the prompt with the
+    completion, and the same prompt with that of the next example, which does not belong to it.
+    "desirable" is 1 or 0."""
+
+    neighbors = True
+
+    def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
+        # A pair whose sides are equal.
+        pairs: list[Record] = [
+            (prompt, completion, completion) for prompt, completion, _ in records
+        ]
+        for index, (prompt, completion, _) in enumerate(super().encode(pairs, labels)):
+            label = records[index][-1]
+            if str(label).lower() not in UNPAIRED_LABELS:
+                raise RecordError(
+                    "labels that are no truth value",
+                    f"{label!r} has to be one of {', '.join(UNPAIRED_LABELS)}.",
+                    index,
+                )
+            yield prompt, completion, [UNPAIRED_LABELS[str(label).lower()]]
+
+    def sizes(self, lengths: np.ndarray) -> np.ndarray:
+        return super().sizes(lengths[:, [0, 1, 1]])
+
+    def arrays(self, *parts: np.ndarray) -> NumpyBatch:
+        prompt, completion, label = parts
+        desirable = np.array(label[0], np.float32)
+        return {"prompt": prompt, "completion": completion, "desirable": desirable}
+
+    def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
+        example, after = examples
+        sides = super().arrays(example["prompt"], example["completion"], after["completion"])
+        return super().row([sides]) | {"desirable": example["desirable"]}
 
 
 def marked_text(chat: ChatTemplate, messages: Value, index: int) -> Marked:

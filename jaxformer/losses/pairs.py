@@ -5,6 +5,8 @@ preferences  Two completions of one prompt, of which the first is preferred to t
              holds tokens, targets and weights [B, 2, T] (and segment_ids): the chosen and the
              rejected completion, each after the prompt; weights are 1 for targets of the completion
              and 0 for those of the prompt.
+kto          A completion of a prompt that is desirable or not, [B, 2, T] with "desirable" [B]: the
+             second sequence is the same prompt with the completion of another one.
 contrastive  Two texts that belong together, each told from the others of the batch. A batch holds
              tokens and segment_ids [B, 2, T] (and token_types): a text, the anchor, and one that
              belongs to it, its positive. The positives of the other pairs are its negatives.
@@ -188,6 +190,49 @@ def simpo_loss(
     return _sums(pairs, losses, beta * pairs.means)
 
 
+def kto_loss(
+    params: Params,
+    config: ModelConfig,
+    batch: Batch,
+    key: jax.Array | None = None,
+    *,
+    beta: float = 0.1,
+    desirable: float = TrainConfig.preference_desirable,
+    undesirable: float = TrainConfig.preference_undesirable,
+    reference_of: ReferenceOf | None = None,
+) -> Sums:
+    """Return the loss of Kahneman-Tversky optimization (arXiv:2402.01306, eq. 8), a sum over
+    completions, each of which is desirable or not by itself.
+
+    With h = log pi(y|x) - log pi_ref(y|x), loss = desirable (1 - sigmoid(beta (h - z))) of a
+    completion that is desirable, and undesirable (1 - sigmoid(beta (z - h))) of another. z, which
+    has no gradient, is an estimate of KL(pi || pi_ref): the mean of h, at least 0, of the second
+    sequences of the batch, whose completions belong to other prompts. The batch has "desirable"
+    float [B], 1 or 0, and its sequences and reference are those of `dpo_loss`. z is that of the
+    microbatch, on all devices.
+    """
+    scores, reference = _with_reference(params, config, batch, key, reference_of)
+    ratios = scores.log_probs - reference
+    # [B]: a row that only fills a batch has no tokens.
+    real = (scores.lengths[:, 0] > 0).astype(jnp.float32)
+    count = real.sum()
+    kl = jnp.maximum((real * ratios[:, 1]).sum() / jnp.maximum(count, 1), 0)
+    kl = jax.lax.stop_gradient(kl)
+    good = real * batch["desirable"]
+    bad = real - good
+    reward = beta * ratios[:, 0]
+    losses = desirable * good * jax.nn.sigmoid(beta * kl - reward)
+    losses += undesirable * bad * jax.nn.sigmoid(reward - beta * kl)
+    return {
+        "loss": (scores.aux.added(losses.sum(), count), count),
+        **scores.aux.losses,
+        **scores.aux.metrics,
+        "reward_desirable": ((good * reward).sum(), good.sum()),
+        "reward_undesirable": ((bad * reward).sum(), bad.sum()),
+        "kl": (kl * count, count),
+    }
+
+
 def log_odds(log_probs: jax.Array) -> jax.Array:
     """Return log(p / (1 - p)) of log p < 0, of any shape, finite for p = 1 too."""
     log_p = jnp.minimum(log_probs, LARGEST_LOG_PROB)
@@ -221,7 +266,7 @@ def _with_reference(
         reference = pairs_of(frozen, config, batch).log_probs
     else:
         raise ConfigError(
-            "the objectives dpo and ipo compare a model with a reference, and the batch has no"
+            "the objectives dpo, ipo and kto compare a model with a reference, and the batch has no"
             f" {' and '.join(REFERENCE_ARRAYS)}: add them by jf.reference_log_probs, give the run"
             " a run.init_from, or choose orpo or simpo, which need none."
         )

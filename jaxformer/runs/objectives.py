@@ -39,6 +39,7 @@ from jaxformer.data.templates import (
     SFTTemplate,
     TagTemplate,
     Template,
+    UnpairedTemplate,
 )
 from jaxformer.files import ConfigError
 from jaxformer.losses.heads import accuracy, head_loss
@@ -195,8 +196,23 @@ OBJECTIVES: Table[Objective] = Table(
                 # first step.
                 dropout=False,
             )
-            for name in get_args(PreferenceObjective)
+            for name in ("dpo", "ipo", "orpo", "simpo")
         },
+        # A completion and whether it is desirable; the mean over the batch is in the loss of each.
+        "kto": Objective(
+            ("decoder",),
+            "language",
+            (
+                RecordField("", "prompt", "prompt"),
+                RecordField("", "completion", "completion"),
+                "label",
+            ),
+            template=UnpairedTemplate,
+            loss="jaxformer.losses.pairs:kto_loss",
+            sequences=2,
+            reference=True,
+            dropout=False,
+        ),
     },
     besides=("auto",),
 )

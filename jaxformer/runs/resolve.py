@@ -57,6 +57,8 @@ LOSS_SETTINGS = ("label_smoothing", "z_loss", "logits_dtype", "products")
 PAIR_SETTINGS = {
     "preference_beta": "beta",
     "preference_margin": "margin",
+    "preference_desirable": "desirable",
+    "preference_undesirable": "undesirable",
     "contrastive_temperature": "temperature",
 }
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read

@@ -10,13 +10,13 @@ import tokenizers
 import torch
 from datasets import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 import jaxformer as jf
 from jaxformer.data import RowFormat
-from jaxformer.data.templates import PreferenceTemplate
+from jaxformer.data.templates import PreferenceTemplate, UnpairedTemplate
 from jaxformer.losses.pairs import pairs_of
 from jaxformer.tokenizer import byte_tokenizer
 
@@ -64,10 +64,8 @@ def batch():
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-@pytest.fixture(scope="module")
-def trainer(models, tmp_path_factory):
+def trainer_of(kind, models, folder):
     """TRL's trainer of the two models, which `save_pretrained` has written."""
-    folder = tmp_path_factory.mktemp("trl")
     hf = []
     for name, params in zip(("policy", "reference"), models, strict=True):
         jf.save_pretrained(folder / name, params, CONFIG)
@@ -76,11 +74,22 @@ def trainer(models, tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(words), eos_token="w256", pad_token="w0"
     )
-    settings = DPOConfig(
-        output_dir=str(folder / "out"), report_to=[], use_cpu=True, bf16=False, beta=BETA
-    )
-    unused = Dataset.from_dict({"prompt": ["w1"], "chosen": ["w2"], "rejected": ["w3"]})
-    return DPOTrainer(hf[0], hf[1], settings, train_dataset=unused, processing_class=tokenizer)
+    common = dict(output_dir=str(folder / "out"), report_to=[], use_cpu=True, bf16=False, beta=BETA)
+    if kind == "kto":
+        unused = {"prompt": ["w1"] * 2, "completion": ["w2"] * 2, "label": [True, False]}
+        settings = KTOConfig(desirable_weight=1.5, undesirable_weight=0.5, **common)
+        make = KTOTrainer
+    else:
+        unused = {"prompt": ["w1"], "chosen": ["w2"], "rejected": ["w3"]}
+        settings = DPOConfig(**common)
+        make = DPOTrainer
+    data = Dataset.from_dict(unused)
+    return make(hf[0], hf[1], settings, train_dataset=data, processing_class=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def trainer(models, tmp_path_factory):
+    return trainer_of("dpo", models, tmp_path_factory.mktemp("trl"))
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo"])
@@ -115,15 +124,58 @@ def test_loss_figures_and_gradients_are_those_of_trl(name, models, batch, traine
         assert float(total / count) == pytest.approx(numbers[theirs], rel=1e-4), ours
     assert 0 < numbers["rewards/accuracies"] < 1
 
-    # The gradient as a model of its own, so that its tensors have TRL's names and layouts.
-    jf.save_pretrained(tmp_path / "gradient", slopes, CONFIG)
-    written = LlamaForCausalLM.from_pretrained(tmp_path / "gradient", dtype=torch.float32)
+    assert_same_gradients(slopes, trainer.model, tmp_path)
+
+
+def assert_same_gradients(slopes, model, folder):
+    """The gradient as a model of its own, so that its tensors have TRL's names and layouts."""
+    jf.save_pretrained(folder / "gradient", slopes, CONFIG)
+    written = LlamaForCausalLM.from_pretrained(folder / "gradient", dtype=torch.float32)
     ours = {path: tensor.detach().numpy() for path, tensor in written.named_parameters()}
-    for path, parameter in trainer.model.named_parameters():
+    for path, parameter in model.named_parameters():
         gradient = parameter.grad.numpy()
         largest = np.abs(gradient).max()
         assert largest > 1e-6, path
         np.testing.assert_allclose(ours[path], gradient, rtol=1e-4, atol=1e-4 * largest)
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_kto_is_that_of_trl(shift, models, tmp_path):
+    """On the rows of the template, whose second sequence is the prompt with the next completion;
+    and with models the other way round, whose divergence has the other sign."""
+    records = [(prompt.decode(), text.decode(), i % 2) for i, (prompt, text, _) in enumerate(TEXTS)]
+    records = [record for record in records if record[1]]
+    template = UnpairedTemplate(RowFormat(24, 24), byte_tokenizer())
+    parts = [[np.array(p, np.int32) for p in each] for each in template.encode(records, {})]
+    arrays = [template.arrays(*each) for each in parts]
+    rows = [template.row([a, b]) for a, b in zip(arrays, arrays[1:] + arrays[:1], strict=True)]
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    policy, reference = models[::shift]
+    trainer = trainer_of("kto", (policy, reference), tmp_path)
+    inputs = {"label": torch.tensor(batch["desirable"] > 0)}
+    for side, mark in enumerate(("", "KL_")):
+        ids = np.concatenate([batch["tokens"][:, side, :1], batch["targets"][:, side]], axis=1)
+        weights = np.pad(batch["weights"][:, side], ((0, 0), (1, 0)))
+        last = weights.shape[1] - weights[:, ::-1].argmax(axis=1)
+        inputs[f"{mark}input_ids"] = torch.tensor(ids).long()
+        inputs[f"{mark}completion_mask"] = torch.tensor(weights).long()
+        real = np.arange(ids.shape[1]) < last[:, None]
+        inputs[f"{mark}attention_mask"] = torch.tensor(real).long()
+    expected = trainer._compute_loss(trainer.model.eval(), inputs, False)
+    expected.backward()
+    numbers = {key: values[0] for key, values in trainer._metrics["eval"].items()}
+
+    scores = jf.reference_log_probs(reference, CONFIG, batch)
+    loss = jf.loss_of("kto", CONFIG, beta=BETA, desirable=1.5, undesirable=0.5)
+
+    def mean(params):
+        sums = loss(params, batch | scores, None)
+        return sums["loss"][0] / sums["loss"][1], sums
+
+    (found, sums), slopes = jax.jit(jax.value_and_grad(mean, has_aux=True))(policy)
+    assert float(found) == pytest.approx(expected.item(), rel=1e-4)
+    assert float(sums["kl"][0] / sums["kl"][1]) == pytest.approx(numbers["kl"], rel=1e-4)
+    assert_same_gradients(slopes, trainer.model, tmp_path)
 
 
 def test_orpo_and_simpo_are_trls_functions_of_mean_log_probabilities(models, batch):

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_run import (
+    assert_same_run,
     contents,
     copy,
+    copy_until,
     figures,
     finish,
     fork,
@@ -188,6 +190,29 @@ def test_the_reference_of_an_adapter_is_the_model_below_it(base):
     assert last["val_reward_margin"] > 0 and last["val_loss"] < np.log(2)
     found = evaluate_run(base / "lora")
     assert found == pytest.approx({name: last[name] for name in found}, rel=1e-5, abs=1e-5)
+
+
+def test_kto_learns_from_unpaired_records_and_resumes(base, capsys):
+    records = []
+    for i, text in enumerate((base / "pairs.jsonl").read_text().splitlines()):
+        pair = json.loads(text)
+        side = ("chosen", "rejected")[i % 2]
+        records.append({"prompt": pair["prompt"], "completion": pair[side], "label": i % 2 == 0})
+    (base / "unpaired.jsonl").write_text("\n".join(map(json.dumps, records)))
+    changes = {"data.objective": "kto", "data.train": base / "unpaired.jsonl"}
+    assert train_here(arguments(base, "kto", changes | {"train.microbatches": "auto"})) == 0
+    lines = [entry for entry in read_metrics(base / "kto") if "loss" in entry]
+    assert lines[0]["loss"] == pytest.approx(0.5, rel=1e-5) and lines[0]["kl"] == 0
+    last = [entry for entry in read_metrics(base / "kto") if "val_loss" in entry][-1]
+    assert last["val_reward_desirable"] > last["val_reward_undesirable"]
+    resumed = copy_until(2, base / "kto", base / "kto resumed")
+    assert train_here(arguments(base, resumed.name, changes | {"train.microbatches": "auto"})) == 0
+    assert_same_run(resumed, base / "kto")
+
+    (base / "unpaired.jsonl").write_text(json.dumps(records[0] | {"label": "good"}))
+    assert train_here(arguments(base, "never", changes)) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "'good' has to be one of true, 1, false, 0" in error and "line 1" in error
 
 
 def test_orpo_needs_no_start(base):
