@@ -267,6 +267,32 @@ class DistillConfig(Section):
 
 
 @dataclass(frozen=True)
+class GRPOConfig(Section):
+    """Rewards (arXiv:2402.03300): how a model answers, and how its answers are compared."""
+
+    section = "grpo"
+
+    group: Annotated[int, Bounds(2, most=2**16)] = 8
+    """Number of answers to a prompt, which are compared with each other."""
+    new_tokens: Count = 256
+    """Largest number of tokens of an answer."""
+    temperature: Factor = 1.0
+    """Temperature at which answers are drawn, and for which their probabilities are."""
+    clip: Annotated[float, Bounds(0, below=1)] = 0.2
+    """Largest change below 1 of a ratio of probabilities that has a gradient, and above 1 where
+    clip_high is 0."""
+    clip_high: NonNegative = 0.0
+    """Largest change above 1 of that ratio; 0 takes clip."""
+    kl: NonNegative = 0.0
+    """Coefficient of the divergence from the reference, 0.04 in the paper; 0 needs no reference."""
+    lengths: Literal["answer", "tokens", "constant"] = "answer"
+    """By what the sum over the tokens is divided: the length of each answer, the tokens of all
+    answers of the batch, or new_tokens for each answer (arXiv:2503.20783)."""
+    deviation: bool = True
+    """Whether the advantages of a group are divided by the standard deviation of its rewards."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig(Section):
     """How the processes of a run join. One process needs none of it; Slurm, Kubernetes, Cloud TPU
     and Open MPI say it by their environment."""

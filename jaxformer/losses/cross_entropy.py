@@ -333,6 +333,37 @@ def row_nats(
 
 
 @jax.named_scope("loss")
+def token_log_probs(
+    layer: OutputLayer,
+    targets: Int[Array, "B T"],
+    *,
+    temperature: float = 1.0,
+    soft_cap: float = 0.0,
+    tile: int | None = None,
+) -> Float[Array, "B T"]:
+    """Return the log-probability of each target, of the logits over `temperature`, float32. In
+    tiles, the backward pass computes the logits of each a second time."""
+
+    def of_tile(piece: TokenRows) -> jax.Array:
+        logits = logits_of_rows(piece.x, layer.matrix, layer.bias)
+        if soft_cap:
+            logits = soft_cap * jnp.tanh(logits / soft_cap)
+        logits = logits / temperature
+        top, total = top_and_total(logits)
+        return (summed(logits, piece.targets) - top - jnp.log(total))[..., 0]
+
+    batch, length = targets.shape
+    rows = TokenRows(layer.rows, targets, jnp.zeros(targets.shape))
+    if tile is None:
+        tile = tile_length(batch, length, layer.matrix.shape[0])
+    if not tile or tile >= length:
+        return of_tile(rows)
+    # [tiles, B, tile] -> [B, T], without the padding of the last tile.
+    pieces = jax.lax.map(jax.checkpoint(of_tile), rows.tiles(tile))
+    return jnp.moveaxis(pieces, 0, 1).reshape(batch, -1)[:, :length]
+
+
+@jax.named_scope("loss")
 def distillation(
     student: OutputLayer,
     teacher: OutputLayer,
