@@ -58,6 +58,7 @@ LATENT = {
     "latent.rope_head_dim": 4,
 }
 DELTA = {"layer_pattern": "dm", "n_layers": 2, "recurrent.key_heads": 2, "recurrent.chunk": 4}
+MAMBA2 = DELTA | {"layer_pattern": "sm", "recurrent.key_heads": 1}
 CLASSES = {"family": "encoder", "head.kind": "classes", "head.n_classes": 3}
 DISENTANGLED = {"positions": "disentangled", "relative.buckets": 8, "relative.distance": 10}
 SHARED = {"n_layers": 4, "layer_groups": 2, "layer_loop": "scan", "embedding.width": 16}
@@ -90,6 +91,7 @@ SLOW_EXPLICIT = {
     "encoder": ("gpt2", BERT, 2),
     "latent": ("llama", LATENT, 2),
     "delta": ("llama", DELTA, 2),
+    "mamba2": ("llama", MAMBA2, 2),
 } | {
     name: SLOW_CASES[name]
     for name in ("lora", "prefix", "prompt of a source", "shared layers", "disentangled")

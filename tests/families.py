@@ -76,6 +76,7 @@ VARIANTS = {
         | {"latent": LATENT}
         | {"delta": {"layer_pattern": "dm", "recurrent.key_heads": 2, "recurrent.chunk": 3}}
         | {"delta of channels": {"layer_pattern": "md", "recurrent.decay": "channel"}}
+        | {"mamba2": {"layer_pattern": "sm", "recurrent.key_heads": 2, "recurrent.chunk": 3}}
     ),
     "window": {"none": {}, "w": {"window": 3}, "wf": {"window": 3, "window_pattern": "wf"}},
     "scores": (

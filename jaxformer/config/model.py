@@ -66,10 +66,10 @@ class ModelConfig(Section):
     layers share theirs."""
     mixer: Mixer = "attention"
     """Sublayer of a block in which tokens read other tokens of their sequence."""
-    layer_pattern: Annotated[str, Letters("md", "m (model.mixer) and d (delta), as in 'dddm'")] = (
-        "m"
-    )
-    """Pattern repeated over the layers: m has model.mixer, d the mixer delta."""
+    layer_pattern: Annotated[
+        str, Letters("mds", "m (model.mixer), d (delta) and s (mamba2), as in 'dddm'")
+    ] = "m"
+    """Pattern repeated over the layers: m has model.mixer, d the mixer delta, s mamba2."""
     feed_forward: FeedForward = "ffn"
     """Sublayer of a block in which each token is transformed by itself."""
     n_heads: Annotated[Count, WIDTH_SETTING] = 6
@@ -146,7 +146,7 @@ class ModelConfig(Section):
     latent: Latent = field(default_factory=Latent)
     """Latents, of mixer=latent."""
     recurrent: Recurrent = field(default_factory=Recurrent)
-    """State of a text, of mixer=delta."""
+    """State of a text, of mixer=delta and mamba2."""
     attention: Attention = field(default_factory=Attention)
     """How queries, keys and values become the output of attention."""
     rope: Rope = field(default_factory=Rope)

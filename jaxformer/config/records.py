@@ -163,14 +163,16 @@ class Latent(Section):
 
 @dataclass(frozen=True)
 class Recurrent(Section):
-    """State of mixer=delta (the gated delta rule, arXiv:2412.06464)."""
+    """State of mixer=delta (the gated delta rule, arXiv:2412.06464) and mamba2 (arXiv:2405.21060,
+    whose queries and keys are C and B, and values X)."""
 
     section = "model.recurrent"
 
     heads: Width = 0
     """Number of heads, each with a state; 0 uses model.n_heads."""
     key_heads: Width = 0
-    """Number of heads of queries and keys, each of which serves as many heads; 0 uses heads."""
+    """Number of heads of queries and keys, each of which serves as many heads (the groups of
+    mamba2); 0 uses heads."""
     key_dim: Width = 0
     """Width of queries and keys of a head, the rows of its state; 0 uses model.head_dim."""
     value_dim: Width = 0
@@ -178,7 +180,8 @@ class Recurrent(Section):
     convolution: Annotated[int, Bounds(2)] = 4
     """Number of tokens that the convolution before queries, keys and values reads."""
     decay: Literal["head", "channel"] = "head"
-    """Decay of the state of a head: one, or one for each channel of its keys (Kimi Linear)."""
+    """Decay of the state of a head of mixer=delta: one, or one for each channel of its keys (Kimi
+    Linear)."""
     chunk: Volatile[Count] = 64
     """Number of tokens that are computed at once, by products of matrices."""
 

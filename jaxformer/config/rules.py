@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxformer.config.records import names_of
 from jaxformer.config.settings import WIDTH_SETTING, divisors, names_marked
+from jaxformer.config.variants import RECURRENT
 from jaxformer.files import ConfigError
 
 # The points of a layer that remat may keep: the products of its matrices, and attention.
@@ -58,7 +59,9 @@ NEEDS = {
         "attention.output_gate": "the other mixers have none, or their own",
         "positions=disentangled": "it multiplies keys",
     },
-    ("positions", "none learned sinusoidal"): {"mixer=delta": "it reads tokens in their order"},
+    ("positions", "none learned sinusoidal"): {
+        f"mixer={mixer}": "it reads tokens in their order" for mixer in RECURRENT.values()
+    },
     ("positions", "rope learned alibi t5 disentangled none"): {
         "embedding.positions=learned": "the others are embedded too"
     },
@@ -220,22 +223,32 @@ def _further_conflicts(config: Any) -> Iterator[str]:
 
 
 def _recurrent(config: Any) -> Iterator[str]:
-    if config.mixer != "delta" and "d" not in config.layer_pattern:
+    mixers = {config.mixer} | {RECURRENT.get(letter, "") for letter in config.layer_pattern}
+    mixers &= {*RECURRENT.values()}
+    if not mixers:
         if config.recurrent != type(config.recurrent)():
-            yield "recurrent has settings of model.mixer='delta', or of d in model.layer_pattern."
+            yield (
+                "recurrent has settings of model.mixer='delta' or 'mamba2', or of d or s in"
+                " model.layer_pattern."
+            )
         return
     if config.family != "decoder":
         yield (
-            f"family={config.family!r} is not for model.mixer='delta', or d in"
+            f"family={config.family!r} is not for model.mixer='delta' or 'mamba2', or d or s in"
             " model.layer_pattern: a state has read the tokens of one side, so choose"
             " model.family='decoder'."
         )
+    if config.recurrent.decay == "channel" and "delta" not in mixers:
+        yield (
+            "recurrent.decay='channel' is for model.mixer='delta': a head of 'mamba2' has one"
+            " decay, so leave it out."
+        )
     for setting in OF_KEYS:
         value = attrgetter(setting)(config)
-        if config.mixer == "delta" and value:
+        if config.mixer in mixers and value:
             yield (
-                f"{setting}={value!r} is for keys of all tokens, and model.mixer='delta' has a"
-                " state instead: leave it out."
+                f"{setting}={value!r} is for keys of all tokens, and model.mixer={config.mixer!r}"
+                " has a state instead: leave it out."
             )
     heads = config.recurrent_heads
     shared = config.recurrent_key_heads

@@ -32,7 +32,11 @@ AttentionKernel = Annotated[
 ]
 
 # The sublayers of a block: the one that reads other tokens, and the one that reads each by itself.
-Mixer = Annotated[Literal["attention", "latent", "delta"], TableAt("jaxformer.layers.block.MIXERS")]
+Mixer = Annotated[
+    Literal["attention", "latent", "delta", "mamba2"], TableAt("jaxformer.layers.block.MIXERS")
+]
+# The letters of model.layer_pattern for the mixers that keep a state of a text.
+RECURRENT = {"d": "delta", "s": "mamba2"}
 FeedForward = Annotated[Literal["ffn", "experts"], TableAt("jaxformer.layers.block.FEED_FORWARDS")]
 ExpertKernel = Annotated[
     Literal["auto", "xla", "loop", "ragged", "tpu", "gpu"],

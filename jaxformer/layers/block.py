@@ -32,6 +32,7 @@ MIXERS: Table[Sublayer] = Table(
         "attention": SELF_ATTENTION,
         "latent": ImportedRow("jaxformer.layers.latent:LATENT_ATTENTION"),
         "delta": ImportedRow("jaxformer.layers.delta:GATED_DELTA"),
+        "mamba2": ImportedRow("jaxformer.layers.mamba2:MAMBA2"),
     },
 )
 FEED_FORWARDS: Table[Sublayer] = Table(

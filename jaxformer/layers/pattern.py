@@ -12,6 +12,7 @@ from typing import Any
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.records import Attention, Latent, Recurrent, Rope, names_of
 from jaxformer.config.settings import flat, with_settings
+from jaxformer.config.variants import RECURRENT
 
 Changes = Callable[[ModelConfig], Mapping[str, Any]]
 
@@ -44,18 +45,18 @@ def _dense(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def _own_mixer(config: ModelConfig) -> Mapping[str, Any]:
-    if config.mixer == "delta":
+    if config.mixer in RECURRENT.values():
         return {}
     widths = [width for width in names_of(config.mup_base) if not width.startswith("recurrent.")]
     return {"recurrent": Recurrent(), "mup_base": " ".join(widths)}
 
 
-def _delta(config: ModelConfig) -> Mapping[str, Any]:
+def _recurrent(mixer: str, config: ModelConfig) -> Mapping[str, Any]:
     of_attention = {"attention": Attention(), "latent": Latent(), "rope": Rope()}
     # Those that the stack has embedded are told by the same setting.
     embedded = config.positions if config.positions in ("learned", "sinusoidal") else "none"
     return {
-        "mixer": "delta",
+        "mixer": mixer,
         "positions": embedded,
         "window": 0,
         "n_kv_heads": 0,
@@ -72,7 +73,10 @@ LAYER_PATTERNS: dict[str, dict[str, Changes]] = {
     # Behind the windows, whose bases it removes.
     "rope.pattern": {"p": _unchanged, "n": without_positions},
     # Behind the settings of attention, which the other mixers do not have.
-    "layer_pattern": {"m": _own_mixer, "d": _delta},
+    "layer_pattern": {
+        "m": _own_mixer,
+        **{letter: functools.partial(_recurrent, mixer) for letter, mixer in RECURRENT.items()},
+    },
 }
 # Settings that count first layers, which have a letter of a pattern whatever its letters are.
 LEADING_LAYERS = {"experts.dense_layers": ("experts.pattern", "d")}

@@ -1,7 +1,8 @@
-"""A linear recurrence with a matrix for each head as its state, that of the gated delta rule
-(arXiv:2412.06464), and the short convolution before it:
+"""Linear recurrences with a matrix for each head as their state, and what the mixers that have one
+share: their projections, the short convolution before them, and what they keep of a text.
 
-    S_t = a_t S_t-1 + b_t k_t (v_t - k_t^T a_t S_t-1)^T
+    S_t = a_t S_t-1 + b_t k_t (v_t - k_t^T a_t S_t-1)^T    the gated delta rule (arXiv:2412.06464)
+    S_t = a_t S_t-1 + k_t v_t^T                            Mamba-2 (arXiv:2405.21060)
     o_t = S_t^T q_t
 
 S [H, W] is the state of a head, a_t its decay, of the head or of each of its H channels
@@ -13,33 +14,46 @@ A text begins without a state, and padding neither reads nor changes one. The to
 to be adjacent in their row.
 
 In the comments, B is the number of rows, T that of tokens, C that of tokens in a chunk, N that of
-heads, H the width of queries and keys and W that of values. G is H where each channel has its
-decay, and else 1.
+heads, K that of heads of queries and keys, each of which serves N / K, H the width of queries and
+keys and W that of values. G is H where each channel has its decay, and else 1.
 """
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
-from jaxformer.arrays.params import wide_product
-from jaxformer.layers.exchange import CONTEXT
+from jaxformer.arrays.params import Params, Spec, Specs, wide_product
+from jaxformer.arrays.sharding import activation, constrain, explicit_axes, free_axes, on_devices
+from jaxformer.config.model import ModelConfig
+from jaxformer.layers.exchange import CONTEXT, DIVIDED_TOKENS, devices_along
+from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import AttentionMask, segment_ids
+from jaxformer.layers.output import Aux, Output
+from jaxformer.layers.sublayer import Call, Sizes, StoredArray
 
 
 class Recurrence(NamedTuple):
-    """What a recurrence reads of each token: q [B, T, N, H], k [B, T, N, H], v [B, T, N, W], the
+    """What a recurrence reads of each token: q [B, T, K, H], k [B, T, K, H], v [B, T, N, W], the
     logarithm of the decay [B, T, N, G] and the rate [B, T, N], both float32, and whether a text
-    begins [B, T]."""
+    begins [B, T]. Without a rate a value is added as it is, whatever stands under its key."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     log_decay: jax.Array
-    rate: jax.Array
+    rate: jax.Array | None
     begins: jax.Array
+
+
+# What a mixer makes of its convolved projections, on the device that has them.
+Prepare = Callable[[Recurrence], Recurrence]
 
 
 def text_starts(mask: AttentionMask, segment: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -115,7 +129,7 @@ def recur(tokens: Recurrence, state: jax.Array, chunk: int) -> tuple[jax.Array, 
         return jnp.moveaxis(jnp.moveaxis(chunks, 1, 0), 3, 2)
 
     # One head of where texts begin, [T / C, B, 1, C], serves all.
-    chunks = Recurrence(*map(in_chunks, tokens._replace(begins=tokens.begins[..., None])))
+    chunks = jax.tree.map(in_chunks, tokens._replace(begins=tokens.begins[..., None]))
 
     @jax.checkpoint
     def inside(state: jax.Array, chunk: Recurrence) -> tuple[jax.Array, jax.Array]:
@@ -132,18 +146,29 @@ def recur(tokens: Recurrence, state: jax.Array, chunk: int) -> tuple[jax.Array, 
 
 def _one_token(tokens: Recurrence, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply the recurrence to one token of each row."""
-    q, k, v, log_decay, rate, begins = (a[:, 0].astype(jnp.float32) for a in tokens)
+    token = jax.tree.map(lambda a: a[:, 0].astype(jnp.float32), tokens)
+    q, k, news, log_decay, rate, begins = token
+    q = _of_heads(q, news)
+    k = _of_heads(k, news)
     kept = jnp.exp(log_decay) * (1 - begins[:, None, None])  # [B, N, G]
     state = state * kept[..., None]
-    news = v - jnp.einsum("BNHW,BNH->BNW", state, k)
-    state = state + jnp.einsum("BN,BNH,BNW->BNHW", rate, k, news)
+    if rate is not None:
+        news = rate[..., None] * (news - jnp.einsum("BNHW,BNH->BNW", state, k))
+    state = state + jnp.einsum("BNH,BNW->BNHW", k, news)
     return jnp.einsum("BNHW,BNH->BNW", state, q)[:, None], state
 
 
+def _of_heads(a: jax.Array, values: jax.Array) -> jax.Array:
+    """Return queries or keys [B, K, ...] of each head of the values [B, N, ...]."""
+    return jnp.repeat(a, values.shape[1] // a.shape[1], axis=1)
+
+
 def _chunk(state: jax.Array, tokens: Recurrence) -> tuple[jax.Array, jax.Array]:
-    """Apply the recurrence to a chunk: arrays [B, N, C, ...] and a state [B, N, H, W]. The second
-    result is [B, N, C, W]."""
+    """Apply the recurrence to a chunk: arrays [B, N, C, ...], of q and k [B, K, C, ...], and a
+    state [B, N, H, W]. The second result is [B, N, C, W]."""
     q, k, v, log_decay, rate, begins = tokens
+    q_of_heads = _of_heads(q, v)
+    k_of_heads = _of_heads(k, v)
     dtype = q.dtype
 
     def multiplied(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -162,29 +187,32 @@ def _chunk(state: jax.Array, tokens: Recurrence) -> tuple[jax.Array, jax.Array]:
     until_end = jnp.where((text == text[..., -1:])[..., None], until_end, 0)
 
     def scores(read: jax.Array, pairs: jax.Array) -> jax.Array:
-        """Return the products of rows with the keys of earlier tokens as far as these have not
-        decayed: [B, N, C, C]. The decay of a pair is at most 1, but the factors of which a product
-        of matrices would make it need not be finite."""
+        """Return the products of rows [B, K, C, H] with the keys of earlier tokens as far as these
+        have not decayed: [B, N, C, C]. The decay of a pair is at most 1, but the factors of which a
+        product of matrices would make it need not be finite."""
         # [B, N, C, C, G]; what is not a pair has no gradient either.
         between = total[..., :, None, :] - total[..., None, :, :]
         decay = jnp.exp(jnp.where(pairs[..., None], between, -jnp.inf))
         if total.shape[-1] == 1:
-            return multiplied("BNCH,BNDH->BNCD", read, k) * decay[..., 0]
-        return (read[..., :, None, :] * k[..., None, :, :] * decay).sum(-1)
+            return _of_heads(multiplied("BKCH,BKDH->BKCD", read, k), v) * decay[..., 0]
+        read = _of_heads(read, v)
+        return (read[..., :, None, :] * k_of_heads[..., None, :, :] * decay).sum(-1)
 
-    news = rate[..., None] * v.astype(jnp.float32)  # [B, N, C, W]
-    # What each token finds under its key depends on what the tokens before it have written:
-    # (1 + L) news = b (v - k S), of which the right side is known but for the state. The rows for
-    # the state are solved with it: news = solution - keys S (the UT transform of arXiv:2406.06484).
-    lower = rate[..., None] * scores(k, same & ~jnp.eye(q.shape[2], dtype=bool))
-    found = rate[..., None] * k.astype(jnp.float32) * since_state  # [B, N, C, H]
-    known = jnp.concatenate([news, found], axis=-1)  # [B, N, C, W + H]
-    solved = jnp.matmul(inverse_of(lower), known, precision="highest")
-    news, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
-    news = news - multiplied("BNCH,BNHW->BNCW", keys, state)
-    out = multiplied("BNCH,BNHW->BNCW", q * since_state, state)
+    news = v.astype(jnp.float32)  # [B, N, C, W]
+    if rate is not None:
+        # What each token finds under its key depends on what the tokens before it have written:
+        # (1 + L) news = b (v - k S), of which the right side is known but for the state. The rows
+        # for the state are solved with it: news = solution - keys S (the UT transform of
+        # arXiv:2406.06484).
+        lower = rate[..., None] * scores(k, same & ~jnp.eye(q.shape[2], dtype=bool))
+        found = rate[..., None] * k_of_heads.astype(jnp.float32) * since_state  # [B, N, C, H]
+        known = jnp.concatenate([rate[..., None] * news, found], axis=-1)  # [B, N, C, W + H]
+        solved = jnp.matmul(inverse_of(lower), known, precision="highest")
+        news, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
+        news = news - multiplied("BNCH,BNHW->BNCW", keys, state)
+    out = multiplied("BNCH,BNHW->BNCW", q_of_heads * since_state, state)
     out += multiplied("BNCD,BNDW->BNCW", scores(q, same), news)
-    written = multiplied("BNCH,BNCW->BNHW", k * until_end, news)
+    written = multiplied("BNCH,BNCW->BNHW", k_of_heads * until_end, news)
     # [B, N, G, 1], 0 where another text has begun.
     return state * since_state[..., -1, :, None] + written, out
 
@@ -224,17 +252,23 @@ def state_of_device(tokens: Recurrence, chunk: int) -> jax.Array:
 
     What the tokens of a device make of a state is M S + U. M [H, H] and U [H, W] are its state if
     it begins with [1, 0], in which the values have H more columns, of zeros: a device passes on
-    H (H + W) numbers of each head, and no tokens.
+    H (H + W) numbers of each head, and no tokens. Without a rate M is the product of the decays.
     """
-    b, _, n, h = tokens.k.shape
-    zeros = jnp.zeros_like(tokens.k)
-    w = tokens.v.shape[-1]
-    start = jnp.broadcast_to(jnp.eye(h, h + w), (b, n, h, h + w))
-    wide = tokens._replace(v=jnp.concatenate([zeros, tokens.v], axis=-1))
-    changes = jax.lax.all_gather(recur(wide, start, chunk)[1], CONTEXT)
-    states = [jnp.zeros((b, n, h, w))]
-    for change in changes[:-1]:
-        kept, added = jnp.split(change, [h], axis=-1)
+    b, t, n, w = tokens.v.shape
+    h = tokens.k.shape[-1]
+    empty = jnp.zeros((b, n, h, w))
+    if tokens.rate is None:
+        kept = jnp.exp(tokens.log_decay.sum(1)) * ~tokens.begins.any(1)[:, None, None]  # [B, N, G]
+        added = recur(tokens, empty, chunk)[1]
+        change = jnp.concatenate([kept[..., None] * jnp.eye(h), added], axis=-1)
+    else:
+        zeros = jnp.zeros((b, t, n, h), tokens.v.dtype)
+        start = jnp.broadcast_to(jnp.eye(h, h + w), (b, n, h, h + w))
+        wide = tokens._replace(v=jnp.concatenate([zeros, tokens.v], axis=-1))
+        change = recur(wide, start, chunk)[1]
+    states = [empty]
+    for of_device in jax.lax.all_gather(change, CONTEXT)[:-1]:
+        kept, added = jnp.split(of_device, [h], axis=-1)
         states.append(kept @ states[-1] + added)
     return jnp.stack(states)[jax.lax.axis_index(CONTEXT)]
 
@@ -245,3 +279,207 @@ def tokens_before(x: jax.Array, count: int) -> jax.Array:
     devices = jax.lax.axis_size(CONTEXT)
     pairs = [(i, i + 1) for i in range(devices - 1)]
     return jax.lax.ppermute(x[:, -count:], CONTEXT, pairs)
+
+
+def projection(
+    config: ModelConfig, shape: tuple[int, ...], axes: tuple[str, ...], **what: Any
+) -> Spec:
+    """Return the row of a matrix that is multiplied with the input."""
+    init = INITIALIZERS[config.init](config).weight
+    return Spec((config.d_model, *shape), ("embed", *axes), init, inputs=("embed",), **what)
+
+
+def recurrent_specs(config: ModelConfig) -> Specs:
+    """Return the rows that every mixer with a recurrence has: q, k, v and gate, the taps of the
+    convolutions of the first three, the logarithm of the speed at which a head decays, and out."""
+    d = config.d_model
+    n = config.recurrent_heads
+    shared = config.recurrent_key_heads
+    h = config.recurrent_key_width
+    w = config.recurrent_value_width
+    width = config.recurrent.convolution
+    key = ("kv_heads", "head_dim")
+    value = ("heads", "head_dim")
+    residual = INITIALIZERS[config.init](config).residual
+
+    def taps(shape: tuple[int, int], axes: tuple[str, ...]) -> Spec:
+        return Spec((*shape, width), (*axes, "tap"), _uniform_taps)
+
+    return {
+        "q": projection(config, (shared, h), key),
+        "k": projection(config, (shared, h), key),
+        "v": projection(config, (n, w), value),
+        "gate": projection(config, (n, w), value),
+        "q_taps": taps((shared, h), key),
+        "k_taps": taps((shared, h), key),
+        "v_taps": taps((n, w), value),
+        "log_speed": Spec((n,), ("heads",), _log_speeds),
+        "out": Spec((n, w, d), (*value, "embed"), residual, inputs=value),
+    }
+
+
+def _uniform_taps(key: jax.Array, spec: Spec) -> jax.Array:
+    """Draw as PyTorch does the weights of a convolution of one channel."""
+    bound = 1 / math.sqrt(spec.shape[-1])
+    return jax.random.uniform(key, spec.shape, minval=-bound, maxval=bound)
+
+
+def _log_speeds(key: jax.Array, spec: Spec) -> jax.Array:
+    """Draw logarithms of numbers between 1 and 16 (arXiv:2405.21060)."""
+    return jnp.log(jax.random.uniform(key, spec.shape, minval=1.0, maxval=16.0))
+
+
+def log_steps(key: jax.Array, spec: Spec) -> jax.Array:
+    """Draw the inverse of softplus of steps between 0.001 and 0.1, uniform in their logarithm."""
+    shortest = math.log(1e-3)
+    longest = math.log(0.1)
+    step = jnp.exp(jax.random.uniform(key, spec.shape, minval=shortest, maxval=longest))
+    return step + jnp.log(-jnp.expm1(-step))
+
+
+def start(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -> dict[str, jax.Array]:
+    """Return what is kept of a text: its state [B, N, H, W] float32, the last tokens that the
+    convolutions read [B, K - 1, heads, width], and its segment [B]. It does not grow with the
+    text."""
+    specs = recurrent_specs(config)
+    kept = {
+        name: jnp.zeros((batch, config.recurrent.convolution - 1, *specs[name].shape[1:]), dtype)
+        for name in ("q", "k", "v")
+    }
+    n, w, _ = specs["out"].shape
+    state = jnp.zeros((batch, n, specs["q"].shape[2], w), jnp.float32)
+    state = constrain(state, ("batch", "heads", None, None))
+    return kept | {"state": state, "segment": jnp.zeros(batch, jnp.int32)}
+
+
+def read_texts(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    call: Call,
+    log_decay: jax.Array,
+    rate: jax.Array,
+    prepare: Prepare,
+) -> Output:
+    """Return what each token of x [B, T, D] reads of the state of its text, [B, T, N, W] float32,
+    and the cache behind the last: of the convolved projections, as `prepare` makes them, and
+    the decay [B, T, N, G] and rate [B, T, N] of each token, which leave the state as it is on
+    padding.
+    """
+    cache = call.cache
+    kept = start(config, len(x), 0, x.dtype) if cache is None else cache.kept
+    begins, real, segment = text_starts(call.mask, kept["segment"])
+    projected = {
+        name: linear("BTD,DNH->BTNH", params, name, x, to=DIVIDED_TOKENS)
+        for name in ("q", "k", "v")
+    }
+    weights = {}
+    for name, array in params.items():
+        if name == "skip" or name.endswith(("_taps", "_taps_bias")):
+            weights[name] = array
+    log_decay = jnp.where(real[..., None, None], log_decay, 0)
+    rate = jnp.where(real[..., None], rate, 0)
+    kept = {name: array for name, array in kept.items() if name != "segment"}
+
+    # Each device reads its rows, heads and tokens. With a cache it reads all tokens of its rows,
+    # since the state behind the last is kept, and so it does where it would have fewer tokens than
+    # a convolution reads of the device before it.
+    batch, tokens, heads, _ = activation(projected["v"].shape, DIVIDED_TOKENS)
+    keys = activation(projected["q"].shape, DIVIDED_TOKENS)[2]
+    # A single head of keys serves the heads of every device.
+    if keys is None and projected["q"].shape[2] > 1:
+        heads = None
+    few = x.shape[1] // devices_along(tokens) < config.recurrent.convolution - 1
+    if cache is not None or few:
+        tokens = None
+    run = functools.partial(_on_device, config, cache is not None, tokens is not None, prepare)
+    read: tuple[Any, ...] = projected, weights, log_decay, rate, begins, real, kept
+    if math.prod(free_axes().values()) > 1:
+        heads_of = {"q": keys, "k": keys, "v": heads}
+        of_values = PartitionSpec(batch, tokens, heads)
+        of_tokens = PartitionSpec(batch, tokens)
+        of_kept = {name: PartitionSpec(batch, None, axis) for name, axis in heads_of.items()}
+        of_kept["state"] = PartitionSpec(batch, heads)
+        in_specs = (
+            {name: PartitionSpec(batch, tokens, axis) for name, axis in heads_of.items()},
+            {name: PartitionSpec(heads_of.get(name[0], heads)) for name in weights},
+            of_values,
+            of_values,
+            of_tokens,
+            of_tokens,
+            of_kept,
+        )
+        if explicit_axes():
+            # What the layers before have left in another place.
+            read = jax.tree.map(_resharded, in_specs, read)
+        run = on_devices(run, in_specs, (of_values, of_kept))
+    out, kept = run(*read)
+    state, captures = call.request.apply(f"{config.mixer}_state", kept["state"])
+    if cache is not None:
+        cache = cache._replace(kept=kept | {"state": state, "segment": segment})
+    return Output(constrain(out, DIVIDED_TOKENS), cache, Aux(captures=captures))
+
+
+def _resharded(place: PartitionSpec, tree: Any) -> Any:
+    return jax.tree.map(lambda array: jax.sharding.reshard(array, place), tree)
+
+
+def _on_device(
+    config: ModelConfig,
+    cached: bool,
+    divided: bool,
+    prepare: Prepare,
+    projected: dict[str, jax.Array],
+    weights: dict[str, jax.Array],
+    log_decay: jax.Array,
+    rate: jax.Array,
+    begins: jax.Array,
+    real: jax.Array,
+    kept: dict[str, jax.Array],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return what the tokens of a device read, [B, T, N, W] float32, and what is kept behind them.
+    Where tokens are `divided`, those before them are on other devices."""
+    tail = config.recurrent.convolution - 1
+    begins_before = jnp.zeros((len(begins), tail), bool)
+    if divided:
+        begins_before = tokens_before(begins, tail)
+    convolved = {}
+    new = {}
+    for name, x in projected.items():
+        x = jnp.where(real[..., None, None], x, 0)
+        before = tokens_before(x, tail) if divided else kept[name]
+        sums = short_convolution(x, weights[f"{name}_taps"], begins, (before, begins_before))
+        bias = weights.get(f"{name}_taps_bias")
+        if bias is not None:
+            sums += bias.astype(x.dtype)
+        convolved[name] = jax.nn.silu(sums)
+        new[name] = last_tokens(x, begins, real, before) if cached else kept[name]
+    read = prepare(Recurrence(**convolved, log_decay=log_decay, rate=rate, begins=begins))
+    chunk = config.recurrent.chunk
+    state = state_of_device(read, chunk) if divided else kept["state"]
+    out, state = recur(read, state, chunk)
+    if "skip" in weights:
+        out += weights["skip"][:, None] * convolved["v"]
+    if divided:
+        # That behind the last token of the row.
+        is_last = jax.lax.axis_index(CONTEXT) == jax.lax.axis_size(CONTEXT) - 1
+        state = jax.lax.psum(jnp.where(is_last, state, 0), CONTEXT)
+    return out, new | {"state": state}
+
+
+def stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
+    """Return the products, what the convolutions make of them, and a state for each chunk."""
+    specs = recurrent_specs(config)
+    sum_of_widths = 0.0
+    arrays = []
+    for name in ("q", "k", "v", "gate"):
+        _, heads, width = specs[name].shape
+        numbers = sizes.tokens * sizes.share(heads) * width
+        arrays.append(StoredArray(name, numbers * sizes.number))
+        sum_of_widths += numbers
+    n, h = specs["out"].shape[0], specs["q"].shape[2]
+    out = sizes.tokens * sizes.share(n) * specs["v"].shape[2]
+    states = out * h / min(config.recurrent.chunk, sizes.length)
+    convolved = StoredArray("convolved", (sum_of_widths - out) * sizes.number)
+    # In float32: the states, and the output before its norm.
+    return [*arrays, convolved, StoredArray("attention", 4 * states), StoredArray("read", 4 * out)]

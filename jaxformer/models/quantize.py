@@ -16,6 +16,7 @@ from jaxformer.config.adapter import Quantization
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.records import Attention, Latent, RelativePositions
 from jaxformer.config.settings import choices, with_settings
+from jaxformer.config.variants import RECURRENT
 from jaxformer.files import ConfigError
 from jaxformer.layers.block import block_specs
 
@@ -155,6 +156,8 @@ def _block_rows() -> dict[str, Spec]:
     latent = ModelConfig(
         mixer="latent", bias="all", latent=Latent(kv_rank=2, query_rank=2, rope_head_dim=2)
     )
-    delta = ModelConfig(mixer="delta", positions="none")
-    table = rows(block_specs(latent)) | rows(block_specs(experts)) | rows(block_specs(delta))
+    table = rows(block_specs(latent)) | rows(block_specs(experts))
+    for mixer in RECURRENT.values():
+        recurrent = with_settings(ModelConfig(), {"mixer": mixer, "positions": "none"})
+        table |= rows(block_specs(recurrent))
     return table | rows(block_specs(dense, cross=True))

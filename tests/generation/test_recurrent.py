@@ -14,8 +14,12 @@ COUNT = 12
 SIZES = dict(vocab_size=61, d_model=32, n_layers=2, n_heads=4, d_ff=48, max_length=64)
 
 
-def model(**changes):
-    settings = SIZES | {"layer_pattern": "dm", "recurrent": jf.Recurrent(chunk=4)} | changes
+EACH = pytest.mark.parametrize("pattern", ["dm", "sm"])
+
+
+def model(pattern, **changes):
+    recurrent = jf.Recurrent(key_heads=2, chunk=4)
+    settings = SIZES | {"layer_pattern": pattern, "recurrent": recurrent} | changes
     config = jf.ModelConfig(**settings)
     params = jf.init(config, jax.random.key(0))
     return jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 2 else leaf, params), config
@@ -34,9 +38,10 @@ def likeliest(params, config, prompt):
     return text[len(prompt) :]
 
 
+@EACH
 @pytest.mark.parametrize("loop", ["unroll", "scan"])
-def test_cached_decoding_equals_the_full_forward(loop):
-    params, config = model(layer_loop=loop)
+def test_cached_decoding_equals_the_full_forward(loop, pattern):
+    params, config = model(pattern, layer_loop=loop)
     rows = np.stack(prompts_of(9, 9))
     made = jf.generate(params, config, rows, COUNT, temperature=0)
     logits = jf.forward(params, config, np.concatenate([rows, made], axis=1))
@@ -49,8 +54,9 @@ def test_cached_decoding_equals_the_full_forward(loop):
     np.testing.assert_array_equal(again, made)
 
 
-def test_packed_rows_equal_separate_rows():
-    params, config = model()
+@EACH
+def test_packed_rows_equal_separate_rows(pattern):
+    params, config = model(pattern)
     first, second = prompts_of(7, 5)
     segments = np.repeat([[1, 2]], (7, 5), axis=1)
     row = np.concatenate([first, second])[None]
@@ -59,8 +65,9 @@ def test_packed_rows_equal_separate_rows():
     np.testing.assert_allclose(packed[:, 7:], jf.forward(params, config, second[None]), atol=1e-4)
 
 
-def test_beams_carry_the_state_of_the_text_they_continue():
-    params, config = model()
+@EACH
+def test_beams_carry_the_state_of_the_text_they_continue(pattern):
+    params, config = model(pattern)
     prompt = np.stack(prompts_of(9, 9))
     found = jf.beam_search(params, config, prompt, 4, beams=3, length_penalty=0.0)
     for row, tokens, scores in zip(prompt, found.tokens, found.scores, strict=True):
@@ -73,16 +80,20 @@ def test_beams_carry_the_state_of_the_text_they_continue():
     np.testing.assert_array_equal(one.tokens[:, 0], greedy)
 
 
-def test_a_prompt_takes_the_row_of_a_text_that_has_ended():
-    params, config = model()
+@EACH
+def test_a_prompt_takes_the_row_of_a_text_that_has_ended(pattern):
+    params, config = model(pattern)
     prompts = prompts_of(9, 3, 17, 5)
     texts = dict(refill_file.refill(params, config, prompts, COUNT, rows=2, temperature=0))
     assert texts == {i: likeliest(params, config, prompt) for i, prompt in enumerate(prompts)}
 
 
-def test_its_tokens_cannot_be_taken_back():
-    params, config = model()
-    with pytest.raises(jf.ConfigError, match=r"layer_pattern='dm' have a state.*jf\.generate"):
+@EACH
+def test_its_tokens_cannot_be_taken_back(pattern):
+    params, config = model(pattern)
+    with pytest.raises(
+        jf.ConfigError, match=rf"layer_pattern='{pattern}' have a state.*jf\.generate"
+    ):
         jf.speculate(params, config, np.stack(prompts_of(9)), temperature=0)
     plain = dataclasses.replace(config, layer_pattern="m", recurrent=jf.Recurrent())
     plain_params = jf.init(plain, jax.random.key(0))

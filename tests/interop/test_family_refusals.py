@@ -18,6 +18,7 @@ pytestmark = pytest.mark.fast
 EXPERTS = {"feed_forward": "experts", "experts.n": 5}
 YARN = {"rope.scaling": "yarn", "rope.factor": 2.0}
 DELTA = {"mixer": "delta", "positions": "none", "n_kv_heads": 0}
+MAMBA2 = DELTA | {"mixer": "mamba2"}
 LONG = {"rope.scaling": "longrope", "rope.factor": 2.0}
 MUP = {"parametrization": "mup", "mup_base": "d_model=16"}
 REFUSED = [
@@ -91,8 +92,11 @@ REFUSED = [
     (DELTA | {"window": 8}, "window=8 is for keys of all tokens"),
     (DELTA | {"family": "encoder"}, "choose model.family='decoder'"),
     (DELTA | {"recurrent.key_heads": 3}, "key_heads=3 must divide the 4 heads"),
-    ({"layer_pattern": "da"}, r"m \(model.mixer\) and d \(delta\)"),
-    ({"recurrent.chunk": 8}, "or of d in model.layer_pattern"),
+    (MAMBA2 | {"positions": "rope"}, "it reads tokens in their order"),
+    (MAMBA2 | {"window": 8}, "window=8 is for keys of all tokens, and model.mixer='mamba2' has"),
+    (MAMBA2 | {"recurrent.decay": "channel"}, "a head of 'mamba2' has one"),
+    ({"layer_pattern": "da"}, r"m \(model.mixer\), d \(delta\) and s \(mamba2\)"),
+    ({"recurrent.chunk": 8}, "or of d or s in model.layer_pattern"),
     ({"mup_base": "d_model=16"}, "mup_base='d_model=16' needs model.parametrization='mup'"),
     ({"parametrization": "mup"}, "mup_base='' must be widths of the model"),
     (MUP | {"embedding.scale": "sqrt"}, "needs model.parametrization='standard': it changes with"),
