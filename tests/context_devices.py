@@ -8,7 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eight_devices import BERT, DELTA, LATENT, SEQUENCE_TO_SEQUENCE, steps
+from eight_devices import BERT, DELTA, LATENT, MAMBA2, SEQUENCE_TO_SEQUENCE, steps
 from learning_steps import a_run
 
 import jaxformer as jf
@@ -46,6 +46,7 @@ SLOW_CASES = {
     "tiles": ({"positions": "sinusoidal"}, [("context 8", {})]),
     "latent": (LATENT, [("context 2", {}), ("context 8", RING)]),
     "delta": (DELTA | {"recurrent.decay": "channel"}, [("context 2", {}), ("context 8", RING)]),
+    "mamba2": (MAMBA2, [("context 4", {})]),
 }
 
 
@@ -177,10 +178,10 @@ def decoding(**changes):
     return {"one": one, "several": several, "share": share}
 
 
-def recurrences(labels, length=32):
+def recurrences(labels, model=DELTA, length=32):
     """The largest error on each mesh of a gradient through a recurrence and attention, where rows
     have several texts and padding: they begin on another device than they end."""
-    config = a_run("llama", vocab_size=64, **DELTA).model
+    config = a_run("llama", vocab_size=64, **model).model
     params = jf.init(config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 64, (8, length), dtype=np.int32)
     index = np.arange(length)
@@ -233,12 +234,14 @@ def main() -> None:
         report["decoding"] = decoding(**LATENT)
         report["recurrences"] = recurrences(["context 4", "context 8"])
         # A device has two tokens, and a convolution reads three before each.
-        report["recurrences"]["short"] = recurrences(["context 8"], 16)["context 8"]
+        report["recurrences"]["short"] = recurrences(["context 8"], length=16)["context 8"]
+        report["recurrences"]["mamba2"] = recurrences(["context 4"], MAMBA2)["context 4"]
     else:
         report["attentions"] = attentions(ATTENTIONS, "context 2")
         report["arrangement"] = arrangement()
         report["decoding"] = decoding()
         report["recurrences"] = recurrences(["context 2"])
+        report["recurrences"]["mamba2"] = recurrences(["context 2"], MAMBA2)["context 2"]
     json.dump(report, sys.stdout)
 
 

@@ -80,7 +80,7 @@ def test_beams_carry_the_state_of_the_text_they_continue(pattern):
     np.testing.assert_array_equal(one.tokens[:, 0], greedy)
 
 
-@EACH
+@pytest.mark.parametrize("pattern", ["dm", pytest.param("sm", marks=pytest.mark.slow)])
 def test_a_prompt_takes_the_row_of_a_text_that_has_ended(pattern):
     params, config = model(pattern)
     prompts = prompts_of(9, 3, 17, 5)
