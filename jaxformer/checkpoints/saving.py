@@ -89,8 +89,9 @@ class Checkpoints:
         self._without = frozenset(without)
         self._retention = (keep, keep_every, keep_best)
         self._manager: ocp.CheckpointManager | None = None  # made by the first save
-        # Called before each save, so that what it depends on is written.
-        self.before_save: Callable[[], None] = lambda: None
+        # Called with the state and its step before each save: what is written there is at its
+        # place when the checkpoint is.
+        self.before_save: Callable[[Any, int], None] = lambda state, step: None
         self._saving: int | None = None
         self._read_back = False
         require_savable(self.folder)
@@ -150,8 +151,7 @@ class Checkpoints:
         metrics = None
         if self._retention[2] and evaluation and "val_loss" in evaluation:
             metrics = {"val_loss": float(evaluation["val_loss"])}
-        # The manifest of a state names what it depends on, so that has to be on the disk first.
-        self.before_save()
+        self.before_save(state, step)
         with _as_not_saved(self.folder / str(step)):
             manifest = ocp.args.JsonSave(manifest_of(leaves, self._run))
             args = ocp.args.Composite(state=ocp.args.PyTreeSave(leaves), manifest=manifest)

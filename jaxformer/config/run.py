@@ -119,6 +119,9 @@ class RunSettings(Section):
     """Where metrics go beside metrics.jsonl; auto is TensorBoard, if tensorboardX is installed."""
     profile: Volatile[str] = ""
     """Steps to trace into the run directory, as in 10:13 for 10, 11 and 12; empty traces none."""
+    export_every: Volatile[Natural] = 0
+    """Steps after which the model, or its adapter, is written into hf/STEP of the run directory as
+    files of Hugging Face, also at the end: train.checkpoint_every or a multiple; 0 writes none."""
     sample_prompt: Volatile[str] = ""
     """Prompt of the sample that is printed at the end; empty starts from an end-of-text token."""
     sample_tokens: Volatile[Natural] = 128

@@ -442,11 +442,17 @@ def standard_form(params: Params, config: ModelConfig) -> tuple[Params, ModelCon
     # A factor of 1 changes no number, and a copy of all leaves would hold the model twice.
     if factor != 1:
         params = jax.tree.map_with_path(scaled, params)
-    standard = dataclasses.replace(config, parametrization="standard", mup_base="")
     divisor = total_divisor(config) / config.head.divisor
     # A tied matrix is the embedding too, which is not divided.
     if divisor != 1:
         matrix = params["embed"]["tokens"] / divisor
         params = {**params, "head": {**params.get("head", {}), "weight": matrix}}
+    return params, standard_config(config)
+
+
+def standard_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of the `standard_form` of a model in muP."""
+    standard = dataclasses.replace(config, parametrization="standard", mup_base="")
+    if total_divisor(config) != config.head.divisor:
         standard = dataclasses.replace(standard, tied_head=False)
-    return params, standard
+    return standard

@@ -499,10 +499,7 @@ def with_new_rows(
         spec = grown_table.get(path)
         if spec is None or "vocab" not in spec.axes or is_custom(leaf):
             return leaf
-        if not leaf.is_fully_addressable:
-            # Other processes have parts of it.
-            everywhere = replicated(leaf.sharding.mesh)
-            leaf = jax.jit(lambda array: array, out_shardings=everywhere)(leaf).addressable_data(0)
+        leaf = whole(leaf)
         axis = spec.axes.index("vocab")
         table = np.moveaxis(np.asarray(leaf), axis, 0)
         old = table[: added.start]

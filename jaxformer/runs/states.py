@@ -30,7 +30,8 @@ JUMP = 0.01
 def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
     """The checkpoints of a run, which refuse those of another one. Says how the schedule of a run
     that continues from them has changed; raises ConfigError where it would jump unasked."""
-    train = setup.run.train
+    run = setup.run
+    train = run.train
     checkpoints = Checkpoints(
         setup.directory.path,
         train.keep_checkpoints,
@@ -40,10 +41,19 @@ def checkpoints_of(setup: RunSetup, log: Log) -> Checkpoints:
         run=setup.identity,
         without=setup.unsaved,
     )
-    # The lines before a checkpoint are in the store when it is.
-    checkpoints.before_save = store_of(setup.directory.path).flush_appended
+
+    def before_save(state: TrainState, step: int) -> None:
+        # The lines before a checkpoint, which its manifest depends on.
+        store_of(setup.directory.path).flush_appended()
+        every = run.run.export_every
+        if every and (step % every == 0 or step == train.steps):
+            # Imported here, because it takes the reader of Hugging Face's formats.
+            from jaxformer.runs.exports import export
+
+            export(setup, state, step)
+
+    checkpoints.before_save = before_save
     saved = checkpoints.steps()
-    run = setup.run
     if saved:
         change = changed_schedule(setup.directory, run.optimizer, train.steps, saved[-1])
         if change:

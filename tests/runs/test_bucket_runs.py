@@ -21,7 +21,8 @@ def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
     settings, text = PLAIN | STEPS, write_text(tmp_path / "text.txt")
     assert train_here(line(tmp_path / "local", text, settings | {"run.tracker": "none"})) == 0
     folder = located(url := f"{bucket}/runs/mine")
-    in_bucket: dict[str, object] = settings | {"run.dir": url, "run.profile": "2"}
+    exports = {"run.export_every": 4, "train.checkpoint_every": 4}
+    in_bucket: dict[str, object] = settings | exports | {"run.dir": url, "run.profile": "2"}
     assert train_here(line(tmp_path, text, in_bucket | {"train.steps": 5})) == 0
     assert train_here(line(tmp_path, text, in_bucket)) == 0
     # The first command evaluated its last step, of which the run on the disk knows nothing.
@@ -29,7 +30,7 @@ def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
         tmp_path / "local"
     )
     names = {entry.name for entry in folder.iterdir()}
-    assert {"config.json", "loss.png", "metrics.jsonl", "tensorboard", "profile"} <= names
+    assert {"config.json", "loss.png", "metrics.jsonl", "tensorboard", "profile", "hf"} <= names
     assert CLAIM not in names
     assert len([*(folder / "tensorboard").iterdir()]) == 2 and [*(folder / "profile").rglob("*.pb")]
     capsys.readouterr()
@@ -44,6 +45,8 @@ def test_a_run_in_a_bucket_is_that_of_a_disk_and_all_commands_read_it(
         assert main(command) == 0, (command, capsys.readouterr())
     assert "1 runs of 1 configurations" in capsys.readouterr().out
     assert (located(hugging_face) / "model.safetensors").is_file()
+    for step in ("4", "8"):
+        assert (folder / "hf" / step / "model.safetensors").is_file()
     warm = settings | {"run.dir": f"{bucket}/warm", "run.init_from": url, "train.steps": 1}
     assert train_here(line(tmp_path, text, warm)) == 0
     assert train_here(line(tmp_path, text, in_bucket | {"run.restart": True})) == 0
