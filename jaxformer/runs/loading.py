@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxformer.arrays.mesh import place_array, placement, replicated
+from jaxformer.arrays.mesh import place_array, placement, replicated, whole
 from jaxformer.arrays.params import Params, Spec, Specs, dotted, is_custom, map_specs, rows
 from jaxformer.checkpoints.averages import AVERAGES, AverageKind
 from jaxformer.checkpoints.digests import fingerprint
