@@ -259,11 +259,6 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     # Again, with the sizes that the data has: before it was read, `check_config` took the size of
     # the vocabulary and the number of classes from the directory.
     directory.check_config(run)
-    if run.run.export_every:
-        # Imported here, because it takes the reader of Hugging Face's formats.
-        from jaxformer.runs.exports import check_export
-
-        check_export(setup)
     return replace(setup, record=record)
 
 

@@ -142,6 +142,11 @@ def _train(run: RunConfig, begin: float, log: Log) -> Result:
         begun = together(open_directory)
         # The base, the tokenizer, the data, and every setting as the value that it is.
         setup = agreed(together(lambda: make_setup(run, log)))
+        if run.run.export_every:
+            # Imported here, because it takes the reader of Hugging Face's formats.
+            from jaxformer.runs.exports import check_export
+
+            check_export(setup)
         log(banner(summary(setup)))
         with checkpoints_of(setup, log) as checkpoints:
             try:
