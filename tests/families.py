@@ -75,7 +75,10 @@ VARIANTS = {
         | {"multi-query, wide values": {"n_kv_heads": 1, "attention.value_dim": 6}}
         | {"latent": LATENT}
         | {"delta": {"layer_pattern": "dm", "recurrent.key_heads": 2, "recurrent.chunk": 3}}
-        | {"delta of channels": {"layer_pattern": "md", "recurrent.decay": "channel"}}
+        | {
+            "delta of channels": {"layer_pattern": "md", "recurrent.decay": "channel"}
+            | {"recurrent.rank": 3, "recurrent.gate": "sigmoid", "recurrent.norm_placement": "pre"}
+        }
         | {"mamba2": {"layer_pattern": "sm", "recurrent.key_heads": 2, "recurrent.chunk": 3}}
     ),
     "window": {"none": {}, "w": {"window": 3}, "wf": {"window": 3, "window_pattern": "wf"}},

@@ -148,6 +148,32 @@ DEEPSEEK = {name: value for name, value in LLAMA.items() if name != "head_dim"} 
 )
 
 
+KIMI = {
+    name: value
+    for name, value in DEEPSEEK.items()
+    if name not in ("first_k_dense_replace", "n_routed_experts", "rope_parameters")
+} | dict(
+    q_lora_rank=None,
+    num_local_experts=8,
+    n_group=1,
+    topk_group=1,
+    num_hidden_layers=4,
+    linear_head_dim=7,
+    linear_num_heads=3,
+    linear_conv_kernel_dim=3,
+    layer_types=[*["linear_attention"] * 3, "full_attention"],
+)
+# transformers writes the convolutions as three equal parts, whatever their widths are.
+OLMO_HYBRID = OLMO | dict(
+    num_hidden_layers=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=10,
+    linear_value_head_dim=5,
+    linear_conv_kernel_dim=3,
+)
+
+
 SMOLLM3 = OLMO | dict(
     num_hidden_layers=5, no_rope_layer_interval=2, no_rope_layers=None, tie_word_embeddings=False
 )
@@ -452,6 +478,26 @@ VARIANTS = {
     "deepseek-v3 dense": (
         tf.DeepseekV3ForCausalLM,
         DEEPSEEK | dict(first_k_dense_replace=3, attention_bias=True),
+    ),
+    "kimi-linear": (tf.KimiLinearForCausalLM, KIMI),
+    "kimi-linear groups, dense": (
+        tf.KimiLinearForCausalLM,
+        KIMI
+        | dict(n_group=4, topk_group=2, attention_bias=True, norm_topk_prob=False)
+        | dict(mlp_layer_types=["dense"] * 2 + ["sparse"] * 2)
+        | dict(layer_types=["full_attention", *["linear_attention"] * 2, "full_attention"]),
+    ),
+    "olmo-hybrid": (tf.OlmoHybridForCausalLM, OLMO_HYBRID),
+    "olmo-hybrid without positions": (
+        tf.OlmoHybridForCausalLM,
+        OLMO_HYBRID
+        | dict(
+            rope_parameters=dict(rope_theta=None, rope_type="default"),
+            linear_allow_neg_eigval=False,
+            attention_bias=True,
+        )
+        | dict(tie_word_embeddings=True, linear_num_key_heads=4, linear_key_head_dim=5)
+        | dict(layer_types=["linear_attention", "full_attention"] * 2),
     ),
     "gpt-neox": (tf.GPTNeoXForCausalLM, NEOX),
     "gpt-neox in turn": (

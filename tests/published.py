@@ -140,6 +140,39 @@ case(
     QWEN3_NEXT,
     both(BF16, also({"mtp.norm.weight": torch.ones(WIDTH)})),
 )
+KIMI = less(LAYERS, "max_position_embeddings") | dict(
+    architectures=["KimiLinearForCausalLM"], bos_token_id=1, eos_token_id=2,
+    first_k_dense_replace=1, head_dim=6, hidden_act="silu", initializer_range=0.02,
+    kv_lora_rank=8, mla_use_nope=True, model_max_length=ROOM, model_type="kimi_linear",
+    moe_intermediate_size=16, moe_layer_freq=1, moe_renormalize=True,
+    moe_router_activation_func="sigmoid", num_expert_group=1, num_experts=4,
+    num_experts_per_token=2, num_key_value_heads=4, num_nextn_predict_layers=0,
+    num_shared_experts=1, pad_token_id=1, q_lora_rank=None, qk_nope_head_dim=8,
+    qk_rope_head_dim=4, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=10000.0,
+    routed_scaling_factor=2.446, tie_word_embeddings=False, topk_group=1, use_cache=True,
+    use_grouped_topk=True, v_head_dim=8, vocab_size=71, linear_attn_config=dict(
+        full_attn_layers=[2], head_dim=8, kda_layers=[1], num_heads=4, short_conv_kernel_size=4
+    ),
+)  # fmt: skip
+case("kimi-linear-48b-a3b-instruct", KIMI, BF16)
+OLMO_HYBRID = less(LLAMA2, "_name_or_path", "pretraining_tp", "rope_scaling") | dict(
+    architectures=["OlmoHybridForCausalLM"], model_type="olmo_hybrid", attention_bias=False,
+    layer_types=["linear_attention", "full_attention"], linear_a_log_max=16.0,
+    linear_a_log_min=0.0, linear_allow_neg_eigval=True, linear_conv_kernel_dim=4,
+    linear_dt_init_floor=0.0001, linear_dt_max=0.1, linear_dt_min=0.001, linear_key_head_dim=6,
+    linear_num_key_heads=4, linear_num_value_heads=4, linear_value_head_dim=12,
+    pad_token_id=1, rms_norm_eps=1e-6, rope_parameters=dict(rope_theta=None, rope_type="default"),
+)  # fmt: skip
+
+
+def of_widths(held):
+    """The convolutions of queries, keys and values by their widths, as published."""
+    names = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+    parts = torch.cat([held[name] for name in names]).split([24, 24, 48])
+    return held | dict(zip(names, parts, strict=True))
+
+
+case("olmo-hybrid-7b", OLMO_HYBRID, both(of_widths, BF16))
 OLMOE = less(LLAMA3, "mlp_bias", "bos_token_id") | dict(
     architectures=["OlmoeForCausalLM"], model_type="olmoe", clip_qkv=None, eos_token_id=3,
     norm_topk_prob=False, num_experts=4, num_experts_per_tok=2, num_key_value_heads=4,

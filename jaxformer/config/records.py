@@ -182,6 +182,19 @@ class Recurrent(Section):
     decay: Literal["head", "channel"] = "head"
     """Decay of the state of a head of mixer=delta: one, or one for each channel of its keys (Kimi
     Linear)."""
+    rank: Width = 0
+    """Width of the latents that the decay and the gate of mixer=delta are made of (Kimi Linear); 0
+    has none."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """Activation of the gate of the output of mixer=delta."""
+    negative_eigenvalues: bool = False
+    """Double the rate of mixer=delta, so that a token may reverse what stands under its key
+    (arXiv:2411.12537)."""
+    norm_eps: NonNegative = 0.0
+    """Constant of the norm of the output of mixer=delta; 0 uses model.norm_eps."""
+    norm_placement: Literal["auto", "pre"] = "auto"
+    """Placement of the norms of the recurrent layers of model.layer_pattern; auto uses
+    model.norm_placement."""
     chunk: Volatile[Count] = 64
     """Number of tokens that are computed at once, by products of matrices."""
 

@@ -62,6 +62,9 @@ NEEDS = {
     ("positions", "none learned sinusoidal"): {
         f"mixer={mixer}": "it reads tokens in their order" for mixer in RECURRENT.values()
     },
+    ("mixer", "attention latent"): {
+        "recurrent.norm_placement": "with one mixer set model.norm_placement"
+    },
     ("positions", "rope learned alibi t5 disentangled none"): {
         "embedding.positions=learned": "the others are embedded too"
     },
@@ -238,11 +241,13 @@ def _recurrent(config: Any) -> Iterator[str]:
             " model.layer_pattern: a state has read the tokens of one side, so choose"
             " model.family='decoder'."
         )
-    if config.recurrent.decay == "channel" and "delta" not in mixers:
-        yield (
-            "recurrent.decay='channel' is for model.mixer='delta': a head of 'mamba2' has one"
-            " decay, so leave it out."
-        )
+    for name in ("decay", "rank", "gate", "negative_eigenvalues", "norm_eps"):
+        value = getattr(config.recurrent, name)
+        if "delta" not in mixers and value != getattr(type(config.recurrent), name):
+            yield (
+                f"recurrent.{name}={value!r} is for model.mixer='delta': 'mamba2' has one decay of"
+                " a head and one kind of gate, so leave it out."
+            )
     for setting in OF_KEYS:
         value = attrgetter(setting)(config)
         if config.mixer in mixers and value:

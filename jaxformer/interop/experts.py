@@ -282,28 +282,39 @@ GPT_OSS = decoder_like(
 
 LATENT_BLOCKS = "blocks.latent."
 
-DEEPSEEK_ROWS = (
-    *QWEN_ROWS,
-    *norm(LAYER + "input_layernorm", "blocks.latent_norm"),
-    *linear(LAYER + "self_attn.q_a_proj", f"{LATENT_BLOCKS}q_down"),
-    TensorRow(LAYER + "self_attn.q_a_layernorm.weight", f"{LATENT_BLOCKS}q_down_norm"),
-    *linear(
-        LAYER + "self_attn.kv_a_proj_with_mqa",
-        (f"{LATENT_BLOCKS}kv_down", f"{LATENT_BLOCKS}k_rope"),
-    ),
-    TensorRow(LAYER + "self_attn.kv_a_layernorm.weight", f"{LATENT_BLOCKS}kv_down_norm"),
-    TensorRow(
-        LAYER + "self_attn.kv_b_proj.weight", (f"{LATENT_BLOCKS}k", f"{LATENT_BLOCKS}v"), BY_HEAD
-    ),
-    *linear(LAYER + "self_attn.o_proj", f"{LATENT_BLOCKS}out"),
-    TensorRow(LAYER + "mlp.gate.e_score_correction_bias", f"{EXPERT_BLOCKS}router_bias"),
-    *(
+
+def latent_rows(experts: str, trunk: tuple[TensorRow, ...]) -> tuple[TensorRow, ...]:
+    """Return the rows of a family with latent attention, and with experts below `experts`, whose
+    rows and those of the trunk are `trunk`."""
+    return (
+        *trunk,
+        *norm(LAYER + "input_layernorm", "blocks.latent_norm"),
+        *linear(LAYER + "self_attn.q_a_proj", f"{LATENT_BLOCKS}q_down"),
+        TensorRow(LAYER + "self_attn.q_a_layernorm.weight", f"{LATENT_BLOCKS}q_down_norm"),
+        *linear(
+            LAYER + "self_attn.kv_a_proj_with_mqa",
+            (f"{LATENT_BLOCKS}kv_down", f"{LATENT_BLOCKS}k_rope"),
+        ),
+        TensorRow(LAYER + "self_attn.kv_a_layernorm.weight", f"{LATENT_BLOCKS}kv_down_norm"),
         TensorRow(
-            f"{LAYER}mlp.shared_experts.{name}_proj.weight", f"{EXPERT_BLOCKS}shared.{name}", LINEAR
-        )
-        for name in ("gate", "up", "down")
-    ),
-)
+            LAYER + "self_attn.kv_b_proj.weight",
+            (f"{LATENT_BLOCKS}k", f"{LATENT_BLOCKS}v"),
+            BY_HEAD,
+        ),
+        *linear(LAYER + "self_attn.o_proj", f"{LATENT_BLOCKS}out"),
+        TensorRow(f"{LAYER}{experts}.gate.e_score_correction_bias", f"{EXPERT_BLOCKS}router_bias"),
+        *(
+            TensorRow(
+                f"{LAYER}{experts}.shared_experts.{name}_proj.weight",
+                f"{EXPERT_BLOCKS}shared.{name}",
+                LINEAR,
+            )
+            for name in ("gate", "up", "down")
+        ),
+    )
+
+
+DEEPSEEK_ROWS = latent_rows("mlp", QWEN_ROWS)
 
 
 def deepseek_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
@@ -315,12 +326,10 @@ def deepseek_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
 
 
 def read_latent_heads(hf: HFConfig) -> ConfigFields:
-    """Return the widths of a head without and with rotation; `qk_head_dim` and `head_dim`
-    follow."""
+    """Return the widths of a head without and with rotation; `qk_head_dim` follows."""
     rotated = hf.number("qk_rope_head_dim")
     width = hf.number("qk_nope_head_dim") + rotated
     hf.only("qk_head_dim", (width, None))
-    hf.only("head_dim", (rotated, None))
     return {"head_dim": width, "latent.rope_head_dim": rotated}
 
 
@@ -382,55 +391,57 @@ class DenseLayers(KeyMapping):
         return keys
 
 
-def read_shared_experts(hf: HFConfig) -> ConfigFields:
-    """Return the width of the shared expert, which is a number of experts."""
-    number = hf.whole("n_shared_experts", 1)
-    return {"experts.shared_ff": number * hf.number("moe_intermediate_size", 2048)}
+def shared_experts(key: str, width: int) -> KeyRule:
+    """Return the width of the shared expert, which is a number of experts, by default of this
+    width."""
+    return KeyRule(
+        lambda hf: {
+            "experts.shared_ff": hf.whole(key, 1) * hf.number("moe_intermediate_size", width)
+        },
+        lambda config: {key: config.experts.shared_ff // config.expert_width},
+    )
 
 
+# Of all these models with latent attention.
+LATENT_KEYS = (
+    Constant({"mixer": "latent"}),
+    *keys(f"{SIZES} rms_norm_eps"),
+    AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", checked=True),
+    Key("kv_lora_rank", "latent.kv_rank", 512),
+    Key("v_head_dim", "attention.value_dim", 128),
+    KeyRule(read_latent_heads, written_latent_heads),
+    Dropout("attention_dropout"),
+    RMS,
+    SILU,
+    ATTENTION_BIAS,
+)
+SIGMOID_ROUTER = Constant(
+    {"experts.router": "sigmoid", "experts.router_bias": "balanced", "experts.balance_loss": 0.0}
+)
 DEEPSEEK_V3 = decoder_like(
     "deepseek_v3",
     "DeepseekV3",
     deepseek_rows,
     (
-        Constant({"mixer": "latent"}),
-        *keys(f"{SIZES} rms_norm_eps"),
-        AliasKey("num_key_value_heads", "num_attention_heads", "n_heads", checked=True),
-        Key("kv_lora_rank", "latent.kv_rank", 512),
+        *LATENT_KEYS,
         OptionalKey("q_lora_rank", "latent.query_rank", 1536),
-        Key("v_head_dim", "attention.value_dim", 128),
         Length(),
-        Dropout("attention_dropout"),
-        KeyRule(read_latent_heads, written_latent_heads),
+        AliasKey("head_dim", "qk_rope_head_dim", "latent.rope_head_dim", checked=True),
         DenseLayers(
             (
-                Constant(
-                    {
-                        "experts.router": "sigmoid",
-                        "experts.router_bias": "balanced",
-                        "experts.balance_loss": 0.0,
-                    }
-                ),
+                SIGMOID_ROUTER,
                 Key("n_routed_experts", "experts.n", 256, instead="num_local_experts"),
                 Key("num_experts_per_tok", "experts.per_token", 8),
                 Key("moe_intermediate_size", "experts.d_ff", 2048),
-                KeyRule(
-                    read_shared_experts,
-                    lambda config: {
-                        "n_shared_experts": config.experts.shared_ff // config.expert_width
-                    },
-                ),
+                shared_experts("n_shared_experts", 2048),
                 Key("n_group", "experts.groups", 8),
                 Key("topk_group", "experts.top_groups", 4),
                 Choice("norm_topk_prob", "experts.renormalize", FLAG, True),
                 Key("routed_scaling_factor", "experts.scale", 2.5),
             )
         ),
-        RMS,
-        SILU,
         LatentRope(),
         Choice("rope_interleave", "rope.pairing", {True: "interleaved", False: "half"}, True),
-        ATTENTION_BIAS,
         # Layers that predict further tokens are not read, and so not written.
         IgnoredKeys(
             "num_nextn_predict_layers num_mtp_layers", written={"num_nextn_predict_layers": 0}

@@ -6,9 +6,15 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.interop.experts import (
     EXPERT_BLOCKS,
     EXPERT_PARAMETERS,
+    LATENT_KEYS,
     QWEN_ROWS,
+    SIGMOID_ROUTER,
+    DenseLayers,
+    latent_rows,
+    one_each,
     read_sparse_layers,
     routed,
+    shared_experts,
     written_sparse_layers,
 )
 from jaxformer.interop.family import INV_FREQ, decoder_like
@@ -18,18 +24,30 @@ from jaxformer.interop.fields import (
     Choice,
     ConfigFields,
     Constant,
+    IgnoredKeys,
     Key,
     KeyMapping,
     KeyRule,
     Keys,
+    fixed,
     letters,
 )
 from jaxformer.interop.hf_config import HFConfig
-from jaxformer.interop.llama import ATTENTION_BIAS, HEAD_NORM, LAYER, SILU, SIZES_OF_ALL
+from jaxformer.interop.llama import (
+    ATTENTION_BIAS,
+    HEAD_NORM,
+    LAYER,
+    OLMO2_KEYS,
+    OLMO2_ROWS,
+    SILU,
+    SIZES_OF_ALL,
+)
 from jaxformer.interop.rope import RopeKeys
 from jaxformer.interop.tensor_table import (
+    AS_4D,
     BY_HEAD,
     LINEAR,
+    SAME,
     TAPS,
     TensorRow,
     by_groups,
@@ -49,6 +67,22 @@ def leaves(names: str) -> tuple[str, ...]:
     return tuple(f"{DELTA}{name}" for name in names.split())
 
 
+def delta_rows(module: str, **weights: str) -> tuple[TensorRow, ...]:
+    """Return the rows of a recurrent layer, whose module has `weights`: the leaves of each."""
+    rows = [
+        TensorRow(f"{LAYER}{module}.dt_bias", f"{DELTA}step_bias"),
+        TensorRow(f"{LAYER}{module}.A_log", f"{DELTA}log_speed"),
+    ]
+    for name, paths in weights.items():
+        transform = LINEAR
+        if name.endswith("norm"):
+            transform = SAME
+        elif name.endswith("conv1d"):
+            transform = TAPS
+        rows.append(TensorRow(f"{LAYER}{module}.{name}.weight", leaves(paths), transform))
+    return tuple(rows)
+
+
 @dataclass(frozen=True)
 class RecurrentLayers(KeyMapping):
     """Which layers are recurrent, by `layer_types`, and the keys of these layers; without
@@ -62,7 +96,11 @@ class RecurrentLayers(KeyMapping):
         kinds = hf.get("layer_types")
         if kinds is None:
             recurrent = [(i + 1) % interval != 0 for i in range(layers)]
-        elif len(kinds) != layers or not {*kinds} <= {FULL, LINEAR_ATTENTION}:
+        elif (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or not {*kinds} <= {FULL, LINEAR_ATTENTION}
+        ):
             raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, LINEAR_ATTENTION])
         else:
             recurrent = [kind == LINEAR_ATTENTION for kind in kinds]
@@ -108,11 +146,7 @@ QWEN3_NEXT_ROWS = (
     ),
     TensorRow(LAYER + "mlp.shared_expert_gate.weight", f"{EXPERT_BLOCKS}shared_gate", LINEAR),
     *norm(LAYER + "input_layernorm", "blocks.delta_norm"),
-    TensorRow(LAYER + "linear_attn.conv1d.weight", leaves("q_taps k_taps v_taps"), TAPS),
-    TensorRow(LAYER + "linear_attn.dt_bias", f"{DELTA}step_bias"),
-    TensorRow(LAYER + "linear_attn.A_log", f"{DELTA}log_speed"),
-    TensorRow(LAYER + "linear_attn.norm.weight", f"{DELTA}norm"),
-    TensorRow(LAYER + "linear_attn.out_proj.weight", f"{DELTA}out", LINEAR),
+    *delta_rows("linear_attn", conv1d="q_taps k_taps v_taps", norm="norm", out_proj="out"),
 )
 
 
@@ -147,4 +181,191 @@ QWEN3_NEXT = decoder_like(
     module_rows=EXPERT_PARAMETERS,
     # What predicts further tokens.
     ignored=(INV_FREQ, r"^mtp\."),
+)
+
+CONVOLUTIONS = {"q_conv1d": "q_taps", "k_conv1d": "k_taps", "v_conv1d": "v_taps"}
+
+# OLMo Hybrid (2026): the recurrent layers have their norms before the sublayers, those with
+# attention on their outputs. Published models have no positions.
+NO_ROPE = {"rope_theta": None, "rope_type": "default"}
+
+
+class OptionalRope(RopeKeys):
+    """RoPE, or no positions with NO_ROPE."""
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        if hf.table("rope_parameters") == NO_ROPE:
+            return {"positions": "none"}
+        return super().read(hf)
+
+    def write(self, config: ModelConfig) -> Keys:
+        if config.positions == "none":
+            return {"rope_parameters": NO_ROPE}
+        return super().write(config)
+
+
+OLMO_HYBRID = decoder_like(
+    "olmo_hybrid",
+    "OlmoHybrid",
+    (
+        *OLMO2_ROWS,
+        *norm(LAYER + "attention_layer_norm", "blocks.delta_norm"),
+        *norm(LAYER + "feedforward_layer_norm", "blocks.ffn_norm"),
+        *delta_rows(
+            "linear_attn",
+            **CONVOLUTIONS,
+            q_proj="q",
+            k_proj="k",
+            v_proj="v",
+            g_proj="gate",
+            a_proj="decay",
+            b_proj="rate",
+            o_norm="norm",
+            o_proj="out",
+        ),
+    ),
+    (
+        *OLMO2_KEYS,
+        OptionalRope(),
+        RecurrentLayers(
+            (
+                *DELTA_KEYS,
+                Constant({"recurrent.norm_placement": "pre", "recurrent.norm_eps": 1e-5}),
+                Choice("linear_allow_neg_eigval", "recurrent.negative_eigenvalues", FLAG, True),
+                # Of initial values.
+                IgnoredKeys(
+                    "linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max"
+                    " linear_dt_init_floor"
+                ),
+            )
+        ),
+    ),
+    # transformers writes the name of the norm of recurrent layers in all.
+    renamed=(("feedforward_layer_norm", "post_attention_layernorm"),),
+)
+
+
+# Kimi Linear (arXiv:2510.26692): a decay of each channel, latent attention without positions, and
+# the experts of DeepSeek-V3.
+KIMI_EXPERTS = "block_sparse_moe"
+
+
+@dataclass(frozen=True)
+class KimiLayers(RecurrentLayers):
+    """Which layers are recurrent, and what these have, by `linear_attn_config`, which counts layers
+    from 1, or by the keys of transformers."""
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        table = hf.table("linear_attn_config")
+        if table:
+            full = table.get("full_attn_layers")
+            if not isinstance(full, list):
+                raise hf.unsupported("linear_attn_config", table, [{"full_attn_layers": [4]}])
+            numbers = range(1, hf.whole("num_hidden_layers") + 1)
+            kinds = [FULL if number in full else LINEAR_ATTENTION for number in numbers]
+            values: Keys = {"layer_types": kinds}
+            for key, name in KIMI_SIZES.items():
+                values[key] = table.get(name)
+            hf = HFConfig({**hf.values, **values}, hf.names, hf.keys_read)
+        return super().read(hf)
+
+    def write(self, config: ModelConfig) -> Keys:
+        keys = super().write(config)
+        numbers: dict[str, list[int]] = {FULL: [], LINEAR_ATTENTION: []}
+        for number, kind in enumerate(keys["layer_types"], start=1):
+            numbers[kind].append(number)
+        table: Keys = {name: keys[key] for key, name in KIMI_SIZES.items()}
+        table |= {"full_attn_layers": numbers[FULL], "kda_layers": numbers[LINEAR_ATTENTION]}
+        return {"linear_attn_config": table}
+
+
+KIMI_SIZES = {
+    "linear_head_dim": "head_dim",
+    "linear_num_heads": "num_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+
+
+class KimiExperts(DenseLayers):
+    """The experts of all layers but the first ones, also by mlp_layer_types."""
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        dense = hf.whole("first_k_dense_replace", 1, least=0)
+        kinds = hf.get("mlp_layer_types")
+        if isinstance(kinds, list):
+            dense = kinds.count("dense")
+        if kinds is not None:
+            sparse = hf.whole("num_hidden_layers") - dense
+            hf.only("mlp_layer_types", (["dense"] * dense + ["sparse"] * sparse,))
+        values = {**hf.values, "first_k_dense_replace": dense}
+        return super().read(HFConfig(values, hf.names, hf.keys_read))
+
+
+KIMI_LINEAR = decoder_like(
+    "kimi_linear",
+    "KimiLinear",
+    (
+        *latent_rows(KIMI_EXPERTS, one_each(KIMI_EXPERTS, "w1", "w3", "w2")),
+        *linear(LAYER + "self_attn.q_proj", "blocks.latent.q"),
+        *norm(LAYER + "input_layernorm", "blocks.delta_norm"),
+        *with_rows(
+            delta_rows(
+                "self_attn",
+                **CONVOLUTIONS,
+                q_proj="q",
+                k_proj="k",
+                v_proj="v",
+                f_a_proj="decay_down",
+                f_b_proj="decay",
+                g_a_proj="gate_down",
+                g_b_proj="gate",
+                b_proj="rate",
+                o_norm="norm",
+                o_proj="out",
+            ),
+            TensorRow(LAYER + "self_attn.A_log", f"{DELTA}log_speed", AS_4D),
+        ),
+    ),
+    (
+        *LATENT_KEYS,
+        Constant({"positions": "none"}),
+        Key("model_max_length", "max_length", 1_048_576),
+        # Queries of latents have no published model.
+        *fixed(q_lora_rank=None),
+        KimiExperts(
+            (
+                SIGMOID_ROUTER,
+                Key("num_experts", "experts.n", 256),
+                Key("num_experts_per_token", "experts.per_token", 8),
+                Key("moe_intermediate_size", "experts.d_ff", 1024),
+                shared_experts("num_shared_experts", 1024),
+                Key("num_expert_group", "experts.groups", 1),
+                Key("topk_group", "experts.top_groups", 1),
+                Choice("moe_renormalize", "experts.renormalize", FLAG, True),
+                Key("routed_scaling_factor", "experts.scale", 2.446),
+            )
+        ),
+        KimiLayers(
+            (
+                Constant({"recurrent.decay": "channel", "recurrent.gate": "sigmoid"}),
+                Key("linear_num_heads", "recurrent.heads", 32),
+                Key("linear_conv_kernel_dim", "recurrent.convolution", 4),
+                # The width of keys, of values and of the latents of decay and gate.
+                Key("linear_head_dim", "recurrent.key_dim", 128),
+                Key("linear_head_dim", "recurrent.value_dim", 128),
+                Key("linear_head_dim", "recurrent.rank", 128),
+            )
+        ),
+        # Of the published files, whose keys transformers does not read.
+        *fixed(mla_use_nope=True, moe_router_activation_func="sigmoid", moe_layer_freq=1),
+        *fixed(use_grouped_topk=True),
+        IgnoredKeys("head_dim rope_theta rope_scaling"),
+    ),
+    module_rows=(
+        *EXPERT_PARAMETERS,
+        *latent_rows("mlp", ()),
+        *delta_rows("self_attn.forget_gate", f_a_proj="decay_down", f_b_proj="decay"),
+    ),
+    # transformers writes the names of experts for dense layers too.
+    renamed=((r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj"),),
 )

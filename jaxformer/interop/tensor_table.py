@@ -86,6 +86,7 @@ def _transposed(transform: Transform) -> Transform:
 SAME = _reshaped(_flat_shape)
 AS_STORED = _reshaped(lambda specs: specs[0].shape)  # vectors of each head as a matrix
 AS_ROW = _reshaped(lambda specs: (1, *specs[0].shape))  # a vector as a matrix of one row
+AS_4D = _reshaped(lambda specs: (1, 1, *specs[0].shape, 1))  # Kimi Linear's numbers of heads
 # torch.nn.Linear: [out, in]; of Phi-3 also queries, keys and values, or gate and up.
 LINEAR = _rows_of_leaves(lambda last: 1)
 CONV = _transposed(LINEAR)  # GPT-2's Conv1D: [in, out]

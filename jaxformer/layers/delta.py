@@ -8,14 +8,18 @@ in which a token corrects what stands under its key.
     S       = a S + b k (v - kᵀ a S)ᵀ
     delta   = (norm(Sᵀ q) silu(x W_g)) W_O
 
-With a decay of each channel it is Kimi Delta Attention (arXiv:2510.26692). It reads tokens in the
-order of their rows, whatever their positions, and is causal.
+With a decay of each channel it is Kimi Delta Attention (arXiv:2510.26692), where decay and gate are
+made of latents (`recurrent.rank`) and the gate is a sigmoid. It reads tokens in the order of their
+rows, whatever their positions, and is causal.
 """
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxformer.arrays.params import Params, Spec, Specs, ones
+from jaxformer.arrays.sharding import Axes
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.exchange import DIVIDED_TOKENS
 from jaxformer.layers.linear import linear
@@ -34,6 +38,7 @@ from jaxformer.layers.sublayer import Call, Sublayer
 
 # Added to the squared length of a query or a key, as in the library of the paper's authors.
 SMALLEST_SQUARE = 1e-6
+GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 def delta_specs(config: ModelConfig) -> Specs:
@@ -46,13 +51,21 @@ def delta_specs(config: ModelConfig) -> Specs:
     if config.recurrent.decay == "channel":
         decayed = (n, specs["q"].shape[2])
         axes = ("heads", "head_dim")
-    return specs | {
+    specs |= {
         # As with a router, a small error of these is one of all later tokens.
         "decay": projection(config, decayed, axes, quantizable=False),
         "rate": projection(config, (n,), ("heads",), quantizable=False),
         "step_bias": Spec(decayed, axes, log_steps),
         "norm": Spec((w,), ("norm",), ones),
     }
+    rank = config.recurrent.rank
+    if rank:
+        for name in ("gate", "decay"):
+            spec = specs[name]
+            down = replace(spec, shape=(config.d_model, rank), axes=("embed", "latent"))
+            specs[f"{name}_down"] = down
+            specs[name] = replace(spec, shape=(rank, *spec.shape[1:]))
+    return specs
 
 
 def delta(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
@@ -63,12 +76,22 @@ def delta(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Outp
     rate, captured = call.request.apply("delta_rate", rate)
     captures |= captured
     out, cache, aux = read_texts(params, config, x, call, log_decay, rate, _of_length_one)
-    gate = linear("BTD,DNH->BTNH", params, "gate", x, to=DIVIDED_TOKENS).astype(jnp.float32)
-    out = rms_norm(out, params["norm"], config.norm_eps) * jax.nn.silu(gate)
+    gate = _product("BTD,DNH->BTNH", params, "gate", x, DIVIDED_TOKENS)
+    gate = GATES[config.recurrent.gate](gate.astype(jnp.float32))
+    out = rms_norm(out, params["norm"], config.recurrent.norm_eps or config.norm_eps) * gate
     out = linear(
         "BTNH,NHD->BTD", params, "out", out.astype(x.dtype), to=("batch", "sequence", None)
     )
     return Output(out, cache, Aux(captures=captures | aux.captures))
+
+
+def _product(
+    equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None
+) -> jax.Array:
+    """Return the product with the weight of this name, of the token or of its latent."""
+    if f"{name}_down" in params:
+        x = linear("BTD,DC->BTC", params, f"{name}_down", x, point="latent")
+    return linear(equation, params, name, x, to=to, point="gate")
 
 
 def decay_and_rate(
@@ -78,13 +101,16 @@ def decay_and_rate(
     float32."""
     by_channel = config.recurrent.decay == "channel"
     equation = "BTD,DNH->BTNH" if by_channel else "BTD,DN->BTN"
-    step = linear(equation, params, "decay", x, point="gate").astype(jnp.float32)
+    step = _product(equation, params, "decay", x).astype(jnp.float32)
     step = jax.nn.softplus(step + params["step_bias"])
     if not by_channel:
         step = step[..., None]
     rate = jax.nn.sigmoid(
         linear("BTD,DN->BTN", params, "rate", x, point="gate").astype(jnp.float32)
     )
+    if config.recurrent.negative_eigenvalues:
+        # That of the key of a token is a (1 - b).
+        rate = 2 * rate
     return -jnp.exp(params["log_speed"])[:, None] * step, rate
 
 
@@ -116,12 +142,14 @@ def _flops(config: ModelConfig, keys: int | float) -> int | float:
 
 def _formula(config: ModelConfig) -> tuple[str, ...]:
     width = config.recurrent.convolution
+    down = " W_{}'" if config.recurrent.rank else ""
+    twice = "2 " if config.recurrent.negative_eigenvalues else ""
     return (
         f"Q, K, V = silu(convolution of {width} tokens (x W_Q, x W_K, x W_V))",
         "q = q / (|q| √H),  k = k / |k|",
-        "a = exp(-exp(A) softplus(x W_a + c)),  b = sigmoid(x W_b)",
+        f"a = exp(-exp(A) softplus(x{down.format('a')} W_a + c)),  b = {twice}sigmoid(x W_b)",
         "S ← a S + b k (v - kᵀ a S)ᵀ",
-        "delta = (norm(Sᵀ q) silu(x W_G)) W_O",
+        f"delta = (norm(Sᵀ q) {config.recurrent.gate}(x{down.format('G')} W_G)) W_O",
     )
 
 

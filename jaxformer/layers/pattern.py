@@ -55,8 +55,13 @@ def _recurrent(mixer: str, config: ModelConfig) -> Mapping[str, Any]:
     of_attention = {"attention": Attention(), "latent": Latent(), "rope": Rope()}
     # Those that the stack has embedded are told by the same setting.
     embedded = config.positions if config.positions in ("learned", "sinusoidal") else "none"
+    placement = config.norm_placement
+    if config.recurrent.norm_placement != "auto":
+        placement = config.recurrent.norm_placement
     return {
         "mixer": mixer,
+        "norm_placement": placement,
+        "recurrent.norm_placement": "auto",
         "positions": embedded,
         "window": 0,
         "n_kv_heads": 0,

@@ -64,6 +64,9 @@ def sized(kind, **keys):
     wanted = needed(kind) | STATED
     if kind in ("gpt_oss", "ministral3"):
         wanted |= {"rope_parameters"}
+    if kind in ("kimi_linear", "olmo_hybrid"):
+        # Whose recurrent layers have no defaults that are the same at all sizes.
+        wanted |= {"layer_types", *(key for key in stated(kind) if key.startswith("linear_"))}
 
     def of(values):
         return {key: values[key] for key in wanted & values.keys() if values[key] is not None}
@@ -181,6 +184,11 @@ REFUSED = [
     ("qwen3_next", dict(layer_types=["sliding_attention"] * 48), "layer_types="),
     ("qwen3_next", dict(layer_types=["linear_attention"]), '48 of", "full_attention", "linear'),
     ("qwen3_next", dict(full_attention_interval=0), "full_attention_interval=0"),
+    ("kimi_linear", dict(q_lora_rank=8), "q_lora_rank=8 is not supported"),
+    ("kimi_linear", dict(mla_use_nope=False), "mla_use_nope=false"),
+    ("kimi_linear", dict(linear_attn_config={"head_dim": 8}), "full_attn_layers"),
+    ("kimi_linear", dict(mlp_layer_types=["sparse", "dense"] * 13), "mlp_layer_types="),
+    ("olmo_hybrid", dict(layer_types=7), "layer_types=7"),
     ("qwen3_next", dict(shared_expert_intermediate_size=0), "needs model.experts.shared_ff"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit=5.0"),

@@ -24,7 +24,9 @@ from pretrained import (
 from pretrained_variants import VARIANTS
 
 import jaxformer as jf
+from jaxformer.interop.architectures import ARCHITECTURES
 from jaxformer.interop.pretrained import pretrained_config
+from jaxformer.interop.tensor_table import matched
 
 
 @functools.cache
@@ -69,6 +71,8 @@ def assert_same_tensors(found, expected):
     assert [name for name, w in expected.items() if not torch.equal(found[name], w)] == []
 
 
+# Those of which transformers writes other names than were published, and reads both.
+RENAMED = ("kimi-linear", "olmo-hybrid")
 # One of each way in which an architecture stores its leaves.
 USUAL = {"llama", "gpt2", "gpt-neox", "phi3", "deepseek-v3", "gpt-oss"}
 USUAL |= {"bert masked", "t5", "marian"}
@@ -77,7 +81,12 @@ USUAL |= {"bert masked", "t5", "marian"}
 @each(VARIANTS, slow=VARIANTS.keys() - USUAL)
 def test_the_tensors_written_are_bit_for_bit_those_that_transformers_wrote(name):
     """And both read them: the same config here, the same logits there."""
-    assert_same_tensors(tensors(saved(name)), tensors(directory(name)))
+    found, expected = tensors(saved(name)), tensors(directory(name))
+    if name.startswith(RENAMED):
+        places = matched(expected, found, "", ARCHITECTURES[type(reference(name)).__name__].renamed)
+        assert len(places) == len(expected)
+        expected = {name: expected[there] for name, there in places.items()}
+    assert_same_tensors(found, expected)
     assert filled(pretrained_config(saved(name))) == filled(loaded(name).config)
     model = with_eos_of(reread(saved(name)), reference(name))
     expected = expected_logits(name)

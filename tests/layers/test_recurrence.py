@@ -23,6 +23,20 @@ CONFIGS = {
         "delta",
         jf.Recurrent(key_dim=5, value_dim=6, convolution=3, decay="channel", chunk=16),
     ),
+    "latents": (
+        "delta",
+        jf.Recurrent(
+            key_dim=5,
+            value_dim=6,
+            convolution=3,
+            decay="channel",
+            chunk=16,
+            rank=3,
+            gate="sigmoid",
+            negative_eigenvalues=True,
+            norm_eps=0.1,
+        ),
+    ),
     "mamba2": ("mamba2", jf.Recurrent(key_heads=2, key_dim=5, value_dim=7, chunk=16)),
 }
 EACH = pytest.mark.parametrize("kind", CONFIGS)
@@ -41,7 +55,7 @@ def layer(kind):
     rng = np.random.default_rng(0)
     params = jf.init(config, jax.random.key(1))["blocks"][config.mixer]
     params = jax.tree.map(lambda leaf: np.float32(leaf[0]), params)
-    biases = [name for name in params if name.endswith("_taps_bias")]
+    biases = [name for name in params if name.endswith(("_taps_bias", "_down"))]
     for name in ("q", "k", "v", "gate", "decay", "rate", "out", "skip", *biases):
         if name in params:
             params[name] = rng.standard_normal(params[name].shape).astype(np.float32) / 3
@@ -88,12 +102,17 @@ def one_by_one(config, params, x):
         return state, jnp.einsum("bnhw,bnh->bnw", state, q)
 
     def normed(a):
-        return a / jnp.sqrt(jnp.square(a).mean(-1, keepdims=True) + config.norm_eps)
+        eps = config.recurrent.norm_eps or config.norm_eps
+        return a / jnp.sqrt(jnp.square(a).mean(-1, keepdims=True) + eps)
+
+    def latent(name):
+        return x @ params[f"{name}_down"] if config.recurrent.rank else x
 
     v = convolved("v")
     group = v.shape[2] // params["q"].shape[1]
     q, k = (jnp.repeat(convolved(name), group, axis=2) for name in "qk")
-    gate = jax.nn.silu(jnp.einsum("btd,dnh->btnh", x, params["gate"]))
+    gate = jnp.einsum("btd,dnh->btnh", latent("gate"), params["gate"])
+    gate = getattr(jax.nn, config.recurrent.gate)(gate)
     if config.mixer == "mamba2":
         step = jax.nn.softplus(jnp.einsum("btd,dn->btn", x, params["decay"]) + params["step_bias"])
         out = scanned(mamba2_token, q, k, v, step) + params["skip"][:, None] * v
@@ -101,11 +120,13 @@ def one_by_one(config, params, x):
         out = normed((out * gate).reshape(groups)).reshape(out.shape) * params["norm"]
         return jnp.einsum("btnh,nhd->btd", out, params["out"])
     equation = "btd,dnh->btnh" if params["decay"].ndim == 3 else "btd,dn->btn"
-    step = jax.nn.softplus(jnp.einsum(equation, x, params["decay"]) + params["step_bias"])
+    step = jnp.einsum(equation, latent("decay"), params["decay"]) + params["step_bias"]
+    step = jax.nn.softplus(step)
     if step.ndim == 3:
         step = step[..., None]
     decay = jnp.exp(-jnp.exp(params["log_speed"])[:, None] * step)
     rate = jax.nn.sigmoid(jnp.einsum("btd,dn->btn", x, params["rate"]))
+    rate = rate * (2 if config.recurrent.negative_eigenvalues else 1)
     out = scanned(delta_token, unit(q), unit(k), v, decay, rate) / np.sqrt(q.shape[3])
     return jnp.einsum("btnh,nhd->btd", normed(out) * params["norm"] * gate, params["out"])
 
