@@ -98,6 +98,12 @@ def test_tinystories_and_shakespeare_are_of_the_sizes_asked_for() -> None:
     assert run.train.steps * run.train.batch_size * run.data.sequence_length == 327_680_000
 
 
+def test_the_small_hybrid_is_the_quickstart_with_recurrent_layers() -> None:
+    changes = ["model.layer_pattern=dddm", "run.dir=runs/hybrid_small"]
+    quickstart = jf.load_config(ROOT / "configs/quickstart.py", changes)
+    assert jf.load_config(ROOT / "configs/hybrid_small.py") == quickstart
+
+
 def test_a_config_is_a_static_argument_and_equal_configs_share_a_compilation() -> None:
     traced = []
 
