@@ -95,9 +95,13 @@ def test_a_product_and_both_of_its_gradients_are_those_of_the_rounded_arrays(dty
         )
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "experts in groups after a dense layer"])
+RECURRENT = "recurrent layers"
+NEAR = ["llama", "gpt2", "experts in groups after a dense layer", RECURRENT]
+
+
+@pytest.mark.parametrize("name", NEAR)
 def test_the_loss_and_the_gradient_are_near_those_of_the_dtype_and_the_same_in_each_loop(name):
-    config = model(name)
+    config = model("llama", layer_pattern="dm") if name == RECURRENT else model(name)
     params = strong(jf.init(config, jax.random.key(0)), size=0.05)
     loss, gradient = slope(params, config, "dtype")
     rounded_loss, rounded_gradient = slope(params, config, "fp8")

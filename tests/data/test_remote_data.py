@@ -275,7 +275,7 @@ def test_a_bucket_that_may_not_be_written_is_named(
 def test_commands_read_urls_as_files(s3_bucket: str, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
     url = put(s3_bucket, {"text.txt": text.read_bytes()}) + "/text.txt"
-    changes = {"train.steps": 6, "model.n_layers": 1}
+    changes = {"train.steps": 6, "model.n_layers": 1, "model.layer_pattern": "d"}
     cached = changes | {"data.cache_dir": f"{s3_bucket}/cache"}
     assert main(["prepare", *line(tmp_path / "none", url, cached)]) == 0
     assert main(["train", *line(tmp_path / "disk", text, changes)]) == 0

@@ -31,11 +31,19 @@ PLAIN = SMALL | {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "decoder": {},
+    "recurrent": {
+        "model.layer_pattern": "dm",
+        "model.n_layers": 2,
+        "model.feed_forward": "experts",
+        "model.experts.n": 4,
+        "model.experts.d_ff": 16,
+    },
     "encoder": {"model.family": "encoder"},
     "encoder_decoder": {"model.family": "encoder_decoder"},
 }
 # objective: (family, adapter.kind, adapter.base, data.packing)
 ROWS = {
+    "causal": ("recurrent", "none", "float32", "best_fit"),
     "mlm": ("encoder", "none", "float32", "best_fit"),
     "prefix": ("encoder_decoder", "prompt", "float32", "stream"),
     "seq2seq": ("encoder_decoder", "lora", "nf4", "documents"),
