@@ -29,7 +29,7 @@ from jaxformer.cli.arguments import ServeArguments
 from jaxformer.cluster.signals import StopRequest, current
 from jaxformer.data.records import CHAT_ROLES
 from jaxformer.files import ConfigError, parse_object
-from jaxformer.generation.refill import CHUNK, TOP, Made, Rows
+from jaxformer.generation.refill import CHUNK, TOP, Made, TextRows
 from jaxformer.generation.sampling import FILTERS, NUMBERS, Sampling, Values, whole_from
 from jaxformer.generation.stop_strings import StopStrings, before_stop
 from jaxformer.runs.prompting import Model, drawing_rules, open_model, start_of, turn_of
@@ -52,7 +52,7 @@ MOST_TEXTS = 128  # of a request
 MOST_STOPS = 16  # strings of a request
 TAIL = 8  # tokens of a prompt by which the text of the tokens after it is decoded
 # The kinds of OpenAI's errors by status; "server_error" for others.
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 )
@@ -70,7 +70,7 @@ class Refused(Exception):
     def body(self) -> dict[str, Any]:
         kind = "server_error"
         if self.status < 500:
-            kind = KINDS.get(self.status, "invalid_request_error")
+            kind = ERROR_TYPES.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.field, "code": self.status}
         return {"error": error}
 
@@ -81,7 +81,7 @@ def _are_stops(value: Any) -> bool:
     return is_list and all(isinstance(text, str) and text for text in texts)
 
 
-FLAG = Values(lambda value: isinstance(value, bool), "true or false")
+BOOLEAN = Values(lambda value: isinstance(value, bool), "true or false")
 LIST = Values(lambda value: isinstance(value, list), "a list")
 COUNTED = Values(whole_from(1), "a whole number, at least 1")
 TOPS = Values(whole_from(0, TOP), f"a whole number from 0 to {TOP}")
@@ -91,7 +91,7 @@ FIELDS: dict[str, Values] = {
     "n": Values(whole_from(1, MOST_TEXTS), f"a whole number from 1 to {MOST_TEXTS}"),
     "seed": Values(whole_from(-(2**63), 2**63 - 1), "a whole number of 64 bits"),
     "stop": Values(_are_stops, f"a text or a list of at most {MOST_STOPS} texts, none empty"),
-    "stream": FLAG,
+    "stream": BOOLEAN,
     "stream_options": Values(lambda value: isinstance(value, dict), "an object"),
     "max_tokens": COUNTED,
     **{name: Sampling.values[name] for name in NUMBERS},
@@ -99,14 +99,14 @@ FIELDS: dict[str, Values] = {
 OF_CHAT: dict[str, Values] = {
     "messages": LIST,
     "max_completion_tokens": COUNTED,
-    "logprobs": FLAG,
+    "logprobs": BOOLEAN,
     "top_logprobs": TOPS,
     "tool_choice": Values(lambda value: value in ("auto", "none"), "auto or none"),
     **dict.fromkeys(BESIDE, LIST),
 }
 OF_TEXT = {"prompt": Values(lambda value: True, ""), "logprobs": TOPS}
 # They change no text: about accounts, or (the last one) leave to do what the model may do anyway.
-UNREAD = (
+WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     "parallel_tool_calls",
 )
@@ -135,7 +135,7 @@ class Writer:
 
     def __init__(self, model: Model, args: ServeArguments, context: int) -> None:
         rules = Sampling(**model.writing_rules() | {"temperature": 0.0})
-        self.rows = Rows(
+        self.rows = TextRows(
             model.params, model.config, rules, args.rows, (context, 0), own_numbers=True
         )
         self._limit = args.rows + args.queue  # texts that run or wait
@@ -232,7 +232,7 @@ class Writer:
 
 
 # What is added to a text: its number, the characters, their tokens, and why it ends, "" before.
-Piece = tuple[int, str, Made, str]
+Addition = tuple[int, str, Made, str]
 
 
 class Server:
@@ -338,7 +338,7 @@ class Server:
                 allowed, words = fields[name]
                 if not allowed(value):
                     raise Refused(400, f"{name}={str(value)[:80]} must be {words}.", name)
-            elif value and name not in UNREAD:
+            elif value and name not in WITHOUT_EFFECT:
                 raise Refused(400, f"there is no field {name!r}, or it is not supported.", name)
         if body.get("model", self.name) != self.name:
             message = f"there is no model {body['model'][:80]!r}, but {self.name!r}."
@@ -416,7 +416,7 @@ class Server:
         texts: list[Text],
         news: asyncio.Queue[Any],
         stops: list[str],
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[Addition]:
         """Yield what is added to the texts, as it is written, until all have ended. Nobody wants
         them any more where this ends before."""
 
@@ -476,7 +476,7 @@ class Form:
         }
 
     async def whole(
-        self, pieces: AsyncIterator[Piece], count: int, prompt_tokens: int
+        self, pieces: AsyncIterator[Addition], count: int, prompt_tokens: int
     ) -> dict[str, Any]:
         texts = [""] * count
         reasons = [""] * count
@@ -492,7 +492,7 @@ class Form:
         return self._head | {"choices": choices, "usage": _usage(prompt_tokens, made)}
 
     async def events(
-        self, pieces: AsyncIterator[Piece], with_usage: bool, prompt_tokens: int
+        self, pieces: AsyncIterator[Addition], with_usage: bool, prompt_tokens: int
     ) -> AsyncIterator[str]:
         head = self._head
         if self._is_chat:

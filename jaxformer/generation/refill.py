@@ -26,7 +26,7 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.decode import Stream, continued, start
 from jaxformer.generation.prompts import EMPTY, capacity, padded, rung
-from jaxformer.generation.sampling import NUMBERS, ROWS, Sampling, draw, sampling_key
+from jaxformer.generation.sampling import NUMBERS, ROW_AXIS, Sampling, draw, sampling_key
 from jaxformer.generation.text_so_far import TextSoFar
 from jaxformer.generation.weights import prepared
 from jaxformer.layers.cache import Slots, is_slots
@@ -89,7 +89,7 @@ def refill(
     source_of = sources or [()] * len(prompts)  # a decoder reads none
     longest = (max(map(len, prompts)), max(map(len, source_of)))
     slots = rung(_padded_length(*longest[:1] * 2) + max_new_tokens, config.max_length)
-    writer = Rows(params, config, rules, min(rows, len(prompts)), longest, slots)
+    writer = TextRows(params, config, rules, min(rows, len(prompts)), longest, slots)
     waiting = iter(range(len(prompts)))
     texts: dict[int, tuple[int, list[int]]] = {}  # by row: the number of a prompt, its new tokens
     while True:
@@ -112,7 +112,7 @@ def refill(
                 yield texts.pop(row)
 
 
-class Rows:
+class TextRows:
     """Rows in which texts are written side by side: the loop of `refill`, for callers whose prompts
     come later.
 
@@ -171,10 +171,11 @@ class Rows:
         `jf.generate` refuses."""
         row = self.free()[0]
         # Several texts of a prompt read it once. The slots for the new tokens are in the rows.
-        text, stream = self._last
-        if text != (prompt, source):
+        text = ([*prompt], [*source])
+        if self._last[0] != text:
             stream = self._stream(self.params, prompt, source, key, count, spare=-count)
-            self._last = ((prompt, source), stream)
+            self._last = (text, stream)
+        stream = self._last[1]
         written = replace(stream.written, limit=jnp.int32(count))
         stream = replace(stream, key=key, written=written)
         self._lengths[row] = stream.written.tokens.shape[1]
@@ -215,7 +216,7 @@ class Rows:
         """Return the stream after a prompt, of one row."""
         tokens, segments = padded([prompt], _padded_length(len(prompt), self.longest[0]), left=True)
         of_source: tuple[Any, Any] = (None, None)
-        if source:
+        if len(source):
             of_source = padded([source], _padded_length(len(source), self.longest[1]))
         return start(params, self.config, tokens, count, key, segments, of_source, **more)
 
@@ -332,7 +333,7 @@ def _advance(
             key = jax.random.fold_in(key, written.count)
             return draw(logits[None], key, replace(rules, **own), written)[0]
 
-        mapped = jax.vmap(of_row, axis_name=ROWS)
+        mapped = jax.vmap(of_row, axis_name=ROW_AXIS)
         token = mapped(stream.logits, stream.key, stream.written, of_rules)
         return jnp.where(stream.done, 0, token), stream.key
 

@@ -68,7 +68,7 @@ LOGIT_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty"
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 # The rules that are numbers, of which each row may have its own while a program runs (`used`).
 NUMBERS = (*LOGIT_PENALTIES, *FILTERS)
-ROWS = "rows"  # the mapped axis of rows that have numbers of their own
+ROW_AXIS = "rows"  # the mapped axis of rows that have numbers of their own
 TOKEN_IDS = Values(_are_ids, "a tuple of token ids")
 END_TOKENS = Values(_is_end, "a token id, a tuple of them or None")
 COUNT = Values(whole_from(0), "a whole number, at least 0")
@@ -168,10 +168,10 @@ def used(
     is_used: bool | jax.Array, rule: Callable[[jax.Array], jax.Array], logits: jax.Array
 ) -> jax.Array:
     """Return `rule(logits)` where a rule is used, else the logits. Of rows with numbers of their
-    own, which are mapped over the axis `ROWS`, the rule is computed where any row uses it, and
+    own, which are mapped over the axis `ROW_AXIS`, the rule is computed where any row uses it, and
     has to change nothing in the others."""
     if isinstance(is_used, jax.core.Tracer):
-        by_any = jax.lax.pmax(jnp.asarray(is_used, jnp.int32), ROWS) > 0
+        by_any = jax.lax.pmax(jnp.asarray(is_used, jnp.int32), ROW_AXIS) > 0
         return jax.lax.cond(by_any, rule, lambda same: same, logits)  # type: ignore[no-any-return]
     if is_used:
         return rule(logits)
