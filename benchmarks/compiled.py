@@ -8,10 +8,10 @@ Needs the extras plan-tpu and plan-gpu; a row whose compiler is missing says so.
 in a process of its own, one after the other, and is saved at once in results/compiled.json, or with
 --label in results/compiled_LABEL.json. The table shows the figures of results/compiled_before.json
 in brackets. --table writes it between the marks `<!-- compiled -->` and `<!-- /compiled -->` of a
-Markdown file, between those of `context` and `experts` the steps with divided rows and with
-experts, and between those of `peers` the same steps beside those of other libraries. --peer
-counts the optimized program of another library for the step of a row, from a text file, as ours are
-counted; --rows without names compiles none.
+Markdown file, between those of `context`, `experts` and `optimizers` the steps with divided rows,
+with experts and with two optimizers, and between those of `peers` the same steps beside those of
+other libraries. --peer counts the optimized program of another library for the step of a row, from
+a text file, as ours are counted; --rows without names compiles none.
 """
 
 import argparse
@@ -48,6 +48,7 @@ HEADER = ["step", "target", "temporaries", "peak", "traffic", "at least", "MFU a
 HEADER += ["all-reduces", "reduce-scatters", "attention"]
 EXPERTS_HEADER = ["step", "target", "peak", "traffic", "at least", "MFU at most"]
 EXPERTS_HEADER += ["products", "of those of the model"]
+OPTIMIZERS_HEADER = ["step", "target", "peak", "traffic", "at least", "products", "collectives"]
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,18 @@ ROWS = {
     "gpt2_microbatches": Row(
         "the same, 512 rows in 8 microbatches", "gpt2_124m", "h100:1x8", rows_of(512, 8)
     ),
-    "bert_base": Row("bert_base, 64 rows, dropout", "bert_base", "h100:1x1", rows_of(64)),
+    "bert_unrolled": Row(
+        "bert_base, 64 rows, dropout, unrolled", "bert_base", "h100:1x1", UNROLLED
+    ),
+    "bert_base": Row("the same, scanned", "bert_base", "h100:1x1", rows_of(64)),
+    "t5_unrolled": Row(
+        "t5_small, 128 rows, unrolled",
+        "t5_small",
+        "h100:1x1",
+        ("train.batch_size=128", UNROLLED[1], "model.dropout=0.0"),
+    ),
     "t5_small": Row(
-        "t5_small, 128 rows", "t5_small", "h100:1x1", rows_of(128, 1, "model.dropout=0.0")
+        "the same, scanned", "t5_small", "h100:1x1", rows_of(128, 1, "model.dropout=0.0")
     ),
     **{
         f"packed_{length // 1024}k": Row(
@@ -176,6 +186,17 @@ ROWS = {
             (131_072, "v5p:2x2x4"),
             (524_288, "v5p:2x2x4", FULL),
         )
+    },
+    **{
+        f"{optimizer}_{target[:4].rstrip(':')}": Row(
+            f"llama_1b, 16 rows, fsdp {devices}, {optimizer}",
+            "llama_1b",
+            target,
+            rows_of(16, 1, f"mesh.fsdp={devices}", f"optimizer.name={optimizer}"),
+            table="optimizers",
+        )
+        for target, devices in (("h100:1x8", 8), ("v5e:4x4", 16))
+        for optimizer in ("adamw", "muon")
     },
     "olmoe_h100": with_experts("olmoe_1b_7b", "h100:1x8", 16, 16, E8, CAPACITY),
     "olmoe_h100_dropless": with_experts("olmoe_1b_7b", "h100:1x8", 16, 16, E8, FULL),
@@ -296,6 +317,24 @@ def of_experts(answer: Answer) -> list[str]:
     return [answer["title"], answer["target"], *numbers[:4], *products]
 
 
+def of_optimizers(answer: Answer) -> list[str]:
+    """A row of the table of optimizers: with the FLOPs of the program on a device, and its
+    collectives by kind, each with its number and the bytes of its whole arrays."""
+    _, peak, traffic, bound, *_ = figures(answer)
+    flops = sum(answer["counts"]["products"].values()) + answer["counts"]["kernels"]
+    kinds: dict[str, list[Answer]] = {}
+    for entry in answer["counts"]["collectives"]:
+        kinds.setdefault(entry["kind"], []).append(entry)
+    collectives = [
+        f"{sum(entry['count'] for entry in entries)} {kind},"
+        f" {sum(entry['count'] * entry['bytes'] for entry in entries) / GIB:.2f} GiB"
+        for kind, entries in sorted(kinds.items())
+    ]
+    products = f"{flops / 1e12:.1f} TFLOP"
+    row = [answer["title"], answer["target"], peak, traffic, bound, products]
+    return [*row, "; ".join(collectives)]
+
+
 def beside_peers(rows: dict[str, Answer]) -> list[list[str]]:
     """The rows of the table of peers: our figures, theirs, and ours as shares of theirs."""
     table = []
@@ -360,15 +399,22 @@ def main() -> None:
         rows[row] = measure(ROWS[row], hlo)
         print(f"{row}: {', '.join(figures(rows[row]))}", flush=True)
         save(name, {"rows": rows}, smoke=False)
-    tables: dict[str, list[list[str]]] = {"compiled": [], "context": [], "experts": []}
+    tables: dict[str, list[list[str]]] = {
+        "compiled": [],
+        "context": [],
+        "experts": [],
+        "optimizers": [],
+    }
+    special = {"experts": of_experts, "optimizers": of_optimizers}
     for row in [row for row in dict.fromkeys([*ROWS, *rows]) if row in rows]:
         of_table = ROWS[row].table if row in ROWS else "compiled"
         answer = rows[row]
-        is_of_experts = of_table == "experts"
-        tables[of_table].append(
-            of_experts(answer) if is_of_experts else cells(answer, before.get(row))
-        )
+        if of_table in special:
+            tables[of_table].append(special[of_table](answer))
+        else:
+            tables[of_table].append(cells(answer, before.get(row)))
     headers = dict.fromkeys(tables, HEADER) | {"experts": EXPERTS_HEADER, "peers": PEERS_HEADER}
+    headers["optimizers"] = OPTIMIZERS_HEADER
     tables["peers"] = beside_peers(rows)
     for mark, table in tables.items():
         print_table(headers[mark], table)

@@ -4,6 +4,7 @@ steps of the configs through the compilers of TPUs and GPUs."""
 import dataclasses
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,32 @@ def test_a_deterministic_step_compiles_for_a_gpu(tmp_path: Path) -> None:
     found = compiled_report(run, "h100:1x1", hlo=tmp_path / "program")
     counts = count((tmp_path / "program").read_text())
     assert found.fits and counts.flops > 0.6 * found.model_flops
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(3600)
+def test_muon_adds_less_than_one_gather_of_each_matrix_to_the_step_of_adamw(tmp_path: Path) -> None:
+    """Matrices are exchanged before and after they are orthogonalized; all else stays."""
+    try:
+        require_compiler("gpu")
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    changes = ["model.n_layers=8", "mesh.fsdp=8", "train.batch_size=8", "train.microbatches=1"]
+    changes += ["model.layer_loop=scan"]
+    by_optimizer = {}
+    for name in ("adamw", "muon"):
+        run = jf.load_config(CONFIGS / "llama_1b.py", [*changes, f"optimizer.name={name}"])
+        compiled_report(run, "h100:1x8", hlo=tmp_path / name)
+        sizes = Counter[str]()
+        for entry in count((tmp_path / name).read_text()).collectives:
+            sizes[entry.kind] += entry.count * entry.bytes
+        by_optimizer[name] = sizes
+    exchanged = by_optimizer["muon"] - by_optimizer["adamw"]
+    table = rows(jf.specs(run.model)).values()
+    matrices = [spec for spec in table if spec.is_matrix and spec.is_stacked]
+    # Scalars of the norm of the gradient may be summed with others or alone.
+    assert [kind for kind, size in exchanged.items() if size > 1000] == ["all-to-all"]
+    assert exchanged["all-to-all"] < 4 * sum(math.prod(spec.shape) for spec in matrices)
 
 
 @pytest.mark.compile
