@@ -29,7 +29,7 @@ from jaxformer.cli.arguments import ServeArguments
 from jaxformer.cluster.signals import StopRequest, current
 from jaxformer.data.records import CHAT_ROLES
 from jaxformer.files import ConfigError, parse_object
-from jaxformer.generation.refill import CHUNK, TOP, Made, TextRows
+from jaxformer.generation.refill import CHUNK, TOP, Made, RowWriter
 from jaxformer.generation.sampling import FILTERS, NUMBERS, Sampling, Values, whole_from
 from jaxformer.generation.stop_strings import StopStrings, before_stop
 from jaxformer.runs.prompting import Model, drawing_rules, open_model, start_of, turn_of
@@ -135,7 +135,7 @@ class Writer:
 
     def __init__(self, model: Model, args: ServeArguments, context: int) -> None:
         rules = Sampling(**model.writing_rules() | {"temperature": 0.0})
-        self.rows = TextRows(
+        self.rows = RowWriter(
             model.params, model.config, rules, args.rows, (context, 0), own_numbers=True
         )
         self._limit = args.rows + args.queue  # texts that run or wait

@@ -89,7 +89,7 @@ def refill(
     source_of = sources or [()] * len(prompts)  # a decoder reads none
     longest = (max(map(len, prompts)), max(map(len, source_of)))
     slots = rung(_padded_length(*longest[:1] * 2) + max_new_tokens, config.max_length)
-    writer = TextRows(params, config, rules, min(rows, len(prompts)), longest, slots)
+    writer = RowWriter(params, config, rules, min(rows, len(prompts)), longest, slots)
     waiting = iter(range(len(prompts)))
     texts: dict[int, tuple[int, list[int]]] = {}  # by row: the number of a prompt, its new tokens
     while True:
@@ -112,7 +112,7 @@ def refill(
                 yield texts.pop(row)
 
 
-class TextRows:
+class RowWriter:
     """Rows in which texts are written side by side: the loop of `refill`, for callers whose prompts
     come later.
 

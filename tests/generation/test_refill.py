@@ -9,7 +9,7 @@ from shapes import MODELS, SIZES, made
 import jaxformer as jf
 from jaxformer.config import with_settings
 from jaxformer.generation import refill as refill_file
-from jaxformer.generation.refill import TextRows, refill
+from jaxformer.generation.refill import RowWriter, refill
 from jaxformer.generation.sampling import Sampling
 
 KEY = jax.random.key(3)
@@ -180,7 +180,7 @@ def test_texts_that_come_later_are_those_of_their_prompts_while_slots_grow_and_s
     config = with_settings(jf.ModelConfig(), SIZES | {"max_length": 160} | settings)
     params, prompts = made(config), prompts_of((3, 5, 100, 2))
     counts = (40, 30, 40, 20)
-    writer = TextRows(params, config, Sampling(temperature=0), 2, (160, 0))
+    writer = RowWriter(params, config, Sampling(temperature=0), 2, (160, 0))
     texts, running, slots, waiting = {}, {}, [], [0, 1, 2, 3]
     while waiting or running:
         for _ in writer.free()[: len(waiting)]:
@@ -212,7 +212,7 @@ def test_rows_with_numbers_of_their_own_have_the_texts_of_programs_with_them():
     ]
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     neutral |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    writer = TextRows(params, config, Sampling(), 3, (64, 0), own_numbers=True)
+    writer = RowWriter(params, config, Sampling(), 3, (64, 0), own_numbers=True)
     for prompt, own in zip(prompts, numbers, strict=True):
         writer.read(prompt, jax.random.fold_in(KEY, 0), COUNT, **neutral | own)
     texts = {row: [] for row in range(3)}
