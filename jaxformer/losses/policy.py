@@ -43,8 +43,10 @@ def grpo_loss(params: Params, config: ModelConfig, batch: Batch, settings: GRPOC
     (Dr. GRPO, arXiv:2503.20783).
 
     "kl" is the mean of the last term over tokens, without its factor, "clipped" the fraction of
-    tokens whose ratio is clipped, "reward" the mean reward, and "mismatch_kl" the mean of
-    r - log r - 1: 0 but for rounding where the parameters are those that the answers were drawn by.
+    tokens whose ratio is clipped, "reward" the mean reward. With the log-probabilities at
+    temperature 1 of the cached pass that drew the answers, drawn_log_probs, and of the forward pass
+    of the same parameters, forward_log_probs [B, T], "mismatch_kl" is the mean of r - log r - 1
+    of these: 0 but for rounding.
     """
     weights = jnp.asarray(batch["weights"], jnp.float32)
     advantages = jnp.asarray(batch["advantages"])[:, None]
@@ -57,10 +59,12 @@ def grpo_loss(params: Params, config: ModelConfig, batch: Batch, settings: GRPOC
     losses = -jnp.minimum(ratio * advantages, clipped * advantages)
     tokens = weights.sum()
     sums = {
-        "mismatch_kl": ((weights * (ratio - change - 1)).sum(), tokens),
         "clipped": ((weights * (clipped * advantages < ratio * advantages)).sum(), tokens),
         "reward": (batch["rewards"].sum(), jnp.float32(len(weights))),
     }
+    if "drawn_log_probs" in batch:
+        error = batch["forward_log_probs"] - batch["drawn_log_probs"]
+        sums["mismatch_kl"] = ((weights * (jnp.expm1(error) - error)).sum(), tokens)
     if settings.kl:
         behind = jnp.where(weights > 0, batch["reference_log_probs"] - now, 0)
         divergence = jnp.exp(behind) - behind - 1

@@ -12,7 +12,8 @@ from jaxformer.config.model import ModelConfig
 from jaxformer.config.train import GRPOConfig
 from jaxformer.files import ConfigError
 from jaxformer.generation.prompts import padded, rounded
-from jaxformer.generation.refill import refill
+from jaxformer.generation.refill import CHUNK, RowWriter
+from jaxformer.generation.sampling import NUMBERS, Sampling
 from jaxformer.losses.policy import policy_log_probs
 from jaxformer.tokenizer import Tokenizer
 from jaxformer.training.state import TrainState, mesh_of, on_mesh
@@ -103,19 +104,9 @@ class Rollouts:
         prompts = [self._encoded[index] for index in chosen]
         mesh = mesh_of(state)
         with on_mesh(mesh):
-            ended = refill(
-                state.params,
-                self.config,
-                prompts,
-                settings.new_tokens,
-                rows=len(prompts),
-                key=jax.random.fold_in(jax.random.key(self.seed), step),
-                temperature=settings.temperature,
-                end_token=self.tokenizer.end_tokens,
-                vocab_size=self.tokenizer.vocab_size,
-            )
-            answers = dict(ended)
-        texts = [self.tokenizer.decode(answers[index]) for index in range(len(prompts))]
+            key = jax.random.fold_in(jax.random.key(self.seed), step)
+            answers, drawn = self._answers(state.params, prompts, key)
+        texts = [self.tokenizer.decode(answer) for answer in answers]
         asked = [self.prompts[index] for index in chosen]
         rewards = np.asarray(self.reward(asked, texts), np.float32)
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
@@ -123,7 +114,7 @@ class Rollouts:
                 f"the reward function returned an array {list(rewards.shape)}: it must return a"
                 f" finite number for each of the {len(texts)} answers."
             )
-        whole = [[*prompt, *answers[index]] for index, prompt in enumerate(prompts)]
+        whole = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         tokens, segments = padded(whole, self.length + 1)
         # [B, T + 1], shifted below; a target is learned where it is a token of the answer.
         begins = np.array([[len(prompt)] for prompt in prompts])
@@ -137,6 +128,9 @@ class Rollouts:
             "advantages": advantages.reshape(-1),
             "rewards": rewards,
         }
+        # [B, T], in the places of the answers, in their order.
+        batch["drawn_log_probs"] = np.zeros(batch["targets"].shape, np.float32)
+        batch["drawn_log_probs"][learned[:, 1:]] = np.concatenate(drawn)
         batch = place_batch(batch, mesh)
         with on_mesh(mesh):
             scored = {"sampled_log_probs": state.params}
@@ -147,4 +141,38 @@ class Rollouts:
                 scored["reference_log_probs"] = reference
             for name, params in scored.items():
                 batch[name] = self._score(params, self.config, batch, settings.temperature)
+            # Those of the sampler are of the logits themselves.
+            batch["forward_log_probs"] = batch["sampled_log_probs"]
+            if settings.temperature != 1:
+                batch["forward_log_probs"] = self._score(state.params, self.config, batch, 1.0)
         return batch
+
+    def _answers(
+        self, params: Params, prompts: list[list[int]], key: jax.Array
+    ) -> tuple[list[list[int]], list[np.ndarray]]:
+        """Return the tokens of an answer to each prompt, and their log-probabilities in the cached
+        pass that drew them, at temperature 1."""
+        settings = self.settings
+        rules = Sampling(
+            temperature=settings.temperature,
+            end_token=self.tokenizer.end_tokens,
+            vocab_size=self.tokenizer.vocab_size,
+        )
+        numbers = {name: getattr(rules, name) for name in NUMBERS}
+        longest = max(map(len, self._encoded))
+        slots = rounded(rounded(longest) * 2 + settings.new_tokens)
+        writer = RowWriter(
+            params, self.config, rules, len(prompts), (longest, 0), slots, own_numbers=True
+        )
+        answers = list[list[int]]()
+        drawn = list[np.ndarray]()
+        for index, prompt in enumerate(prompts):
+            of_answer = jax.random.fold_in(key, index)
+            writer.read(prompt, of_answer, settings.new_tokens, scored=True, **numbers)
+            answers.append([])
+            drawn.append(np.zeros(0, np.float32))
+        while len(writer.free()) < len(prompts):
+            for index, made in writer.advance(CHUNK).items():
+                answers[index] += made.tokens.tolist()
+                drawn[index] = np.append(drawn[index], made.log_probs)
+        return answers, drawn
