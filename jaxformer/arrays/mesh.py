@@ -27,7 +27,7 @@ AnyMesh = Mesh | AbstractMesh
 # it knows how devices are connected.
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 # What a batch has by this name is no rows: all rows read it, such as the parameters of a teacher.
-SHARED = "shared"
+SHARED_ENTRY = "shared"
 
 
 def make_mesh(
@@ -233,7 +233,7 @@ def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
     """Place this process's rows of a batch (a pytree of arrays, rows first) as global arrays on
     the mesh, or on the device.
 
-    An array without axes is replicated, and so is what `SHARED` names, if it is not placed
+    An array without axes is replicated, and so is what `SHARED_ENTRY` names, if it is not placed
     already. Raises ConfigError for rows that the devices do not divide.
     """
     if mesh is None:
@@ -243,7 +243,7 @@ def place_batch(batch: Any, mesh: AnyMesh | None) -> Any:
     blocks, count = held_blocks(mesh)
 
     def placed(path: Any, array: Any) -> jax.Array:
-        is_shared = path[:1] == (jax.tree_util.DictKey(SHARED),)
+        is_shared = path[:1] == (jax.tree_util.DictKey(SHARED_ENTRY),)
         if isinstance(array, jax.Array) and (
             is_shared or array.sharding in (by_rows, replicated_everywhere)
         ):

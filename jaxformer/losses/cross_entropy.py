@@ -334,7 +334,7 @@ def row_nats(
 
 @jax.named_scope("loss")
 def token_log_probs(
-    layer: OutputLayer,
+    output: OutputLayer,
     targets: Int[Array, "B T"],
     *,
     temperature: float = 1.0,
@@ -345,7 +345,7 @@ def token_log_probs(
     tiles, the backward pass computes the logits of each a second time."""
 
     def of_tile(piece: TokenRows) -> jax.Array:
-        logits = logits_of_rows(piece.x, layer.matrix, layer.bias)
+        logits = logits_of_rows(piece.x, output.matrix, output.bias)
         if soft_cap:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
         logits = logits / temperature
@@ -353,9 +353,9 @@ def token_log_probs(
         return (summed(logits, piece.targets) - top - jnp.log(total))[..., 0]
 
     batch, length = targets.shape
-    rows = TokenRows(layer.rows, targets, jnp.zeros(targets.shape))
+    rows = TokenRows(output.rows, targets, jnp.zeros(targets.shape))
     if tile is None:
-        tile = tile_length(batch, length, layer.matrix.shape[0])
+        tile = tile_length(batch, length, output.matrix.shape[0])
     if not tile or tile >= length:
         return of_tile(rows)
     # [tiles, B, tile] -> [B, T], without the padding of the last tile.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxformer.arrays.mesh import SHARED
+from jaxformer.arrays.mesh import SHARED_ENTRY
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.train import DistillConfig
@@ -75,11 +75,11 @@ def head_loss(
             rows, matrix, targets, weights, bias=bias, nats_by_row=bool(sources), **extras
         )
     else:
-        theirs = batch.get(SHARED)
+        theirs = batch.get(SHARED_ENTRY)
         if theirs is None:
             raise ConfigError(
-                f"the loss has a teacher, and the batch no {SHARED!r}: add its params, as in"
-                f" batch | {{{SHARED!r}: params}}."
+                f"the loss has a teacher, and the batch no {SHARED_ENTRY!r}: add its params, as in"
+                f" batch | {{{SHARED_ENTRY!r}: params}}."
             )
         teacher, temperature, share = distill
         y = readout(theirs, teacher, hidden(theirs, teacher, inputs).x, inputs.layout)

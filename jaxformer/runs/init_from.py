@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxformer.arrays.mesh import (
-    SHARED,
+    SHARED_ENTRY,
     AnyMesh,
     batch_sharding,
     place_array,
@@ -376,4 +376,4 @@ class Teacher(Reference):
 
     def __call__(self, batch: Any) -> Any:
         """A batch on the devices, with these params as what its rows share."""
-        return {**place_batch(batch, self._mesh), SHARED: self.load()[0]}
+        return {**place_batch(batch, self._mesh), SHARED_ENTRY: self.load()[0]}

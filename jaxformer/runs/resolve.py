@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jaxformer.arrays.hardware import DEVICES, name_of
 from jaxformer.arrays.mesh import (
-    SHARED,
+    SHARED_ENTRY,
     AnyMesh,
     batch_devices,
     batch_sharding,
@@ -200,7 +200,7 @@ class Resolved:
             sharding = placement(self.mesh, spec.shape, spec.axes)
             return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
 
-        return {**batch, SHARED: map_specs(shape_of, model_specs(self.teacher))}
+        return {**batch, SHARED_ENTRY: map_specs(shape_of, model_specs(self.teacher))}
 
     @property
     def loss(self) -> Loss:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxformer.arrays.mesh import SHARED
+from jaxformer.arrays.mesh import SHARED_ENTRY
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import explicit_axes, free_axes, on_devices
 from jaxformer.files import ConfigError, first_of
@@ -170,9 +170,9 @@ def gradients(
     """Return (gradient of the mean loss, means of all entries), summed over microbatches as (sum,
     weight) and divided once."""
     shared = {}
-    if isinstance(batch, Mapping) and SHARED in batch:
-        shared = {SHARED: batch[SHARED]}
-        batch = {name: arrays for name, arrays in batch.items() if name != SHARED}
+    if isinstance(batch, Mapping) and SHARED_ENTRY in batch:
+        shared = {SHARED_ENTRY: batch[SHARED_ENTRY]}
+        batch = {name: arrays for name, arrays in batch.items() if name != SHARED_ENTRY}
 
     # Traced once, for the shapes of its result and for the loop over microbatches.
     @functools.partial(jax.jit, inline=True)
