@@ -29,7 +29,7 @@ def stepped(mesh):
     with jax.set_mesh(mesh):
         optimizer = optax.sgd(0.1)
         state = jf.init_state(jf.specs(CONFIG), optimizer, mesh=mesh, seed=0)
-        step = jf.make_step(jf.loss_of("contrastive", CONFIG), optimizer)
+        step = jf.make_step(jf.loss_of("contrastive", CONFIG, widths=(8,)), optimizer)
         batch = jax.device_put(a_batch(), batch_sharding(mesh))
         for _ in range(3):
             state, metrics = step(state, batch)

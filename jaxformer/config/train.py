@@ -67,6 +67,9 @@ class TrainConfig(Section):
     """Weight of the loss of an undesirable completion of kto."""
     contrastive_temperature: Factor = 0.05
     """Temperature of the objective contrastive, by which cosines of vectors are divided."""
+    contrastive_widths: str = ""
+    """Widths, such as '64, 128', to which the vectors of the objective contrastive may be cut after
+    training: its loss is the mean of theirs and that of the whole vectors."""
     ema: Fraction = 0.0
     """Decay d of an exponential average that a run keeps of its weights, each step counting d times
     as much as the next one; 1 is the plain mean, 0 keeps none. Evaluations and every command take

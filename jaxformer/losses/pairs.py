@@ -29,7 +29,7 @@ from jaxformer.layers.head import output_layer, readout
 from jaxformer.layers.output import Aux
 from jaxformer.losses.cross_entropy import row_nats
 from jaxformer.models.inputs import INPUT_NAMES, Inputs, inputs_of
-from jaxformer.models.text_vectors import row_vectors
+from jaxformer.models.text_vectors import of_length_1, row_vectors
 from jaxformer.models.transformer import hidden
 from jaxformer.training.step import Batch, Sums
 
@@ -311,6 +311,7 @@ def contrastive_loss(
     key: jax.Array | None = None,
     *,
     temperature: float = TrainConfig.contrastive_temperature,
+    widths: tuple[int, ...] = (),
 ) -> Sums:
     """Return InfoNCE with in-batch negatives, in both directions, a sum over pairs
     (arXiv:1908.10084, arXiv:2212.03533).
@@ -318,8 +319,12 @@ def contrastive_loss(
     With a_i and p_i the vectors of length 1 of `jf.embed`, s_ij = a_i . p_j / temperature, and
     loss_i = -(log softmax_j(s_ij)_i + log softmax_j(s_ji)_i) / 2. Negatives are those of the batch
     that the loss is called with: under a mesh those of all devices, and in a step of several
-    microbatches those of the microbatch. Two pairs with one text are each other's negatives. A pair
-    whose texts are padding, which only fills a batch, is none.
+    microbatches those of the microbatch. Two pairs with one anchor, or with one positive, are not
+    each other's negatives. A pair whose texts are padding, which only fills a batch, is none.
+
+    With `widths` the loss is the mean of those of the first so many numbers of the vectors, made
+    to length 1 again, and of the whole vectors (arXiv:2205.13147). ConfigError for a width beyond
+    theirs.
 
     "accuracy" is how often the positive of an anchor is the nearest of the batch. Losses and
     metrics of the layers are there by name. Dropout needs a key.
@@ -332,17 +337,40 @@ def contrastive_loss(
     real = jnp.ones(pairs, bool)
     if segments is not None:
         real = (segments.reshape(pairs, -1) != 0).any(axis=1)
-    anchors = vectors[:, 0]
-    positives = vectors[:, 1]
-    matched = (anchors * positives).sum(axis=1) / temperature
-    # Every device compares its anchors with the positives of all.
-    # [B, D] on every device: B x D numbers are sent, and no scores.
-    gathered = constrain(positives, (None, None))
-    scores = jnp.einsum("ID,JD->IJ", anchors, gathered, precision=jax.lax.Precision.HIGHEST)
-    # Finite, so that a row of padding alone has a finite gradient.
-    scores = jnp.where(real & real[:, None], scores / temperature, jnp.finfo(jnp.float32).min)
-    # [B]: the anchor finds its positive, and the positive its anchor; the mean of both.
-    nats = (jax.nn.logsumexp(scores, axis=1) + jax.nn.logsumexp(scores, axis=0)) / 2 - matched
+    whole = vectors.shape[-1]
+    if any(not 0 < width <= whole for width in widths):
+        raise ConfigError(
+            f"contrastive: widths={widths} must be between 1 and {whole}, the width of the vectors."
+        )
+    tokens = batch["tokens"]
+    if segments is not None:
+        tokens = jnp.where(segments.reshape(tokens.shape) != 0, tokens, -1)
+    # [B, B]: what anchor i is told from, and positive i too.
+    compared = real & real[:, None]
+    for side in (0, 1):
+        texts = tokens[:, side]
+        is_same = (texts[:, None] == constrain(texts, (None, None))).all(axis=-1)
+        compared &= ~is_same | jnp.eye(pairs, dtype=bool)
+
+    def nats_and_scores(vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
+        anchors = vectors[:, 0]
+        positives = vectors[:, 1]
+        matched = (anchors * positives).sum(axis=1) / temperature
+        # Every device compares its anchors with the positives of all.
+        # [B, D] on every device: B x D numbers are sent, and no scores.
+        gathered = constrain(positives, (None, None))
+        scores = jnp.einsum("ID,JD->IJ", anchors, gathered, precision=jax.lax.Precision.HIGHEST)
+        # Finite, so that a row of padding alone has a finite gradient.
+        scores = jnp.where(compared, scores / temperature, jnp.finfo(jnp.float32).min)
+        # [B]: the anchor finds its positive, and the positive its anchor; the mean of both.
+        both = jax.nn.logsumexp(scores, axis=1) + jax.nn.logsumexp(scores, axis=0)
+        return both / 2 - matched, scores
+
+    nats, scores = nats_and_scores(vectors)
+    narrower = {*widths} - {whole}
+    for width in sorted(narrower):
+        nats += nats_and_scores(of_length_1(vectors[..., :width]))[0]
+    nats /= 1 + len(narrower)
     count = real.sum(dtype=jnp.float32)
     objective = jnp.where(real, nats, 0).sum()
     right = real & (scores.argmax(axis=1) == jnp.arange(pairs))

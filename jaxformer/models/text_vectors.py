@@ -84,6 +84,11 @@ def row_vectors(
     )
     if not normalize:
         return vectors
+    return of_length_1(vectors)
+
+
+def of_length_1(vectors: jax.Array) -> jax.Array:
+    """Return vectors [..., D] divided by their lengths."""
     squares = jnp.square(vectors).sum(axis=-1, keepdims=True)
     # The maximum comes before the root, whose derivative at 0 is infinite.
     return vectors / jnp.sqrt(jnp.maximum(squares, SMALLEST_NORM**2))

@@ -30,7 +30,7 @@ from jaxformer.arrays.sharding import platform
 from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig
-from jaxformer.config.settings import with_settings
+from jaxformer.config.settings import parts_of, with_settings
 from jaxformer.config.train import TrainConfig
 from jaxformer.data.batches import invented_row
 from jaxformer.data.rows import SEGMENTS
@@ -60,6 +60,7 @@ PAIR_SETTINGS = {
     "preference_desirable": "desirable",
     "preference_undesirable": "undesirable",
     "contrastive_temperature": "temperature",
+    "contrastive_widths": "widths",
 }
 ASSUMED_SEGMENTS = 16  # texts in a packed row, where the data is not read
 ASSUMED_CLASSES = 2  # of a head, where the data is not read
@@ -460,6 +461,14 @@ def preference_options(
         value = getattr(train, setting)
         if value != getattr(TrainConfig, setting):
             options[option] = value
+    if train.contrastive_widths:
+        try:
+            options["widths"] = tuple(map(int, parts_of(train.contrastive_widths)))
+        except ValueError:
+            raise ConfigError(
+                f"train.contrastive_widths={train.contrastive_widths!r} must be whole numbers"
+                " separated by commas, as in '64, 128'."
+            ) from None
     if objective.reference and adapter.kind != "none":
         # Imported here, because runs without an adapter do not need it.
         from jaxformer.models.adapt import without_adapters

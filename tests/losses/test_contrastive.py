@@ -29,8 +29,9 @@ embed = jax.jit(jf.embed, static_argnums=1)
 BATCH = {"tokens": TOKENS, "segment_ids": SEGMENTS}
 
 
-def by_formula(params, batch, temperature):
-    """The losses of the pairs in float64, and how often the nearest positive is the right one."""
+def by_formula(params, batch, temperature, width=None, same=()):
+    """The losses of the pairs in float64, and how often the nearest positive is the right one, by
+    the first `width` numbers of the vectors; the pairs of `same` are no negatives."""
     anchors, positives = (
         np.asarray(
             embed(params, CONFIG, batch["tokens"][:, i], segment_ids=batch["segment_ids"][:, i]),
@@ -38,7 +39,13 @@ def by_formula(params, batch, temperature):
         )
         for i in (0, 1)
     )
+    anchors, positives = (
+        vectors[:, :width] / np.linalg.norm(vectors[:, :width], axis=1, keepdims=True)
+        for vectors in (anchors, positives)
+    )
     scores = anchors @ positives.T / temperature
+    for pair in same:
+        scores[pair] = -np.inf
     of_rows, of_columns = (np.log(np.exp(scores).sum(axis)) for axis in (1, 0))
     right = scores.argmax(1) == np.arange(len(scores))
     return (of_rows + of_columns) / 2 - np.diagonal(scores), right
@@ -55,6 +62,23 @@ def test_the_loss_is_that_of_the_formula_and_filling_weighs_nothing(temperature)
         assert sums["loss"][1] == sums["accuracy"][1] == 6
         np.testing.assert_allclose(sums["loss"][0], nats.sum(), rtol=2e-5)
         assert sums["accuracy"][0] == right.sum()
+
+
+def test_equal_texts_are_no_negatives_and_vectors_may_be_cut():
+    """Two anchors are equal up to what their padding holds, and two positives; the loss is the mean
+    over the widths (arXiv:2205.13147)."""
+    params = made(CONFIG)
+    tokens, segments = TOKENS.copy(), SEGMENTS.copy()
+    segments[:2, 0] = np.arange(10) < 7
+    tokens[1, 0, :7] = tokens[0, 0, :7]
+    tokens[4, 1], segments[4, 1] = tokens[3, 1], segments[3, 1]
+    batch = {"tokens": tokens, "segment_ids": segments}
+    same = [(0, 1), (1, 0), (3, 4), (4, 3)]
+    wanted = [by_formula(params, batch, 0.1, width, same)[0].sum() for width in (4, 8, None)]
+    loss = jax.jit(jf.loss_of("contrastive", CONFIG, temperature=0.1, widths=(4, 8)))
+    np.testing.assert_allclose(loss(params, batch, None)["loss"][0], np.mean(wanted), rtol=2e-5)
+    with pytest.raises(jf.ConfigError, match=r"widths=\(99,\) must be between 1 and"):
+        jf.loss_of("contrastive", CONFIG, widths=(99,))(params, batch, None)
 
 
 def test_the_gradient_is_finite_beside_rows_that_only_fill_the_batch():
@@ -160,6 +184,7 @@ def test_a_small_encoder_learns_to_rank_pairs_it_has_not_seen(tmp_path):
         "train.batch_size": 25,
         "train.eval_every": 0,
         "train.contrastive_temperature": 0.1,
+        "train.contrastive_widths": "16",
     }
     run = jf.load_config(
         ROOT / "configs/quickstart.py", [f"{name}={value}" for name, value in settings.items()]
