@@ -124,6 +124,20 @@ MULTIPLIERS = dict(
 GRANITE = {name: value for name, value in EXPERTS.items() if name != "head_dim"} | dict(
     hidden_size=48, **MULTIPLIERS
 )
+MAMBA2 = dict(
+    num_hidden_layers=4,
+    mamba_n_heads=6,
+    mamba_d_head=16,
+    mamba_n_groups=2,
+    mamba_d_state=5,
+    mamba_d_conv=3,
+    mamba_chunk_size=4,
+)
+BAMBA = OLMO | MAMBA2 | dict(attn_layer_indices=[1, 2])
+GRANITE_HYBRID = GRANITE | MAMBA2 | dict(shared_intermediate_size=19)
+GRANITE_HYBRID |= dict(
+    layer_types=["linear_attention", "full_attention", *["linear_attention"] * 2]
+)
 GPT_OSS = EXPERTS | dict(
     hidden_size=64, intermediate_size=32, num_hidden_layers=3, sliding_window=5
 )
@@ -432,6 +446,18 @@ VARIANTS = {
         | dict(num_hidden_layers=5, mlp_only_layers=[0, 3], attention_bias=True)
         | dict(tie_word_embeddings=True, norm_topk_prob=False, linear_num_key_heads=6)
         | dict(layer_types=["full_attention", *["linear_attention"] * 2] + ["full_attention"] * 2),
+    ),
+    "bamba": (tf.BambaForCausalLM, BAMBA),
+    "bamba bias, one group, tied": (
+        tf.BambaForCausalLM,
+        BAMBA
+        | dict(attention_bias=True, mlp_bias=True, mamba_n_groups=1, tie_word_embeddings=True),
+    ),
+    "granite-hybrid": (tf.GraniteMoeHybridForCausalLM, GRANITE_HYBRID),
+    "granite-hybrid dense, rope, tied": (
+        tf.GraniteMoeHybridForCausalLM,
+        GRANITE_HYBRID
+        | dict(num_local_experts=0, position_embedding_type="rope", tie_word_embeddings=True),
     ),
     "olmoe": (tf.OlmoeForCausalLM, OLMOE),
     "olmoe renormalized": (

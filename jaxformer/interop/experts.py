@@ -231,14 +231,15 @@ GRANITE_KEYS = (*expert_sizes(), *routed("num_local_experts"), *MULTIPLIERS, *US
 GRANITE_MOE = decoder_like(
     "granitemoe", "GraniteMoe", GRANITE_ROWS, GRANITE_KEYS, module_rows=GRANITE_PARAMETERS
 )
+GRANITE_SHARED_ROWS = (
+    *GRANITE_ROWS,
+    *linear(LAYER + "shared_mlp.input_linear", SHARED),
+    *linear(LAYER + "shared_mlp.output_linear", "blocks.experts.shared.down"),
+)
 GRANITE_MOE_SHARED = decoder_like(
     "granitemoeshared",
     "GraniteMoeShared",
-    (
-        *GRANITE_ROWS,
-        *linear(LAYER + "shared_mlp.input_linear", SHARED),
-        *linear(LAYER + "shared_mlp.output_linear", "blocks.experts.shared.down"),
-    ),
+    GRANITE_SHARED_ROWS,
     (*GRANITE_KEYS, Key("shared_intermediate_size", "experts.shared_ff", 0)),
     module_rows=GRANITE_PARAMETERS,
 )

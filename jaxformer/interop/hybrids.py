@@ -1,11 +1,15 @@
 """Decoders in which some layers have a recurrent state instead of the keys of all tokens."""
 
+import math
 from dataclasses import dataclass
 
 from jaxformer.config.model import ModelConfig
+from jaxformer.config.variants import RECURRENT
 from jaxformer.interop.experts import (
     EXPERT_BLOCKS,
     EXPERT_PARAMETERS,
+    GRANITE_PARAMETERS,
+    GRANITE_SHARED_ROWS,
     LATENT_KEYS,
     QWEN_ROWS,
     SIGMOID_ROUTER,
@@ -24,6 +28,7 @@ from jaxformer.interop.fields import (
     Choice,
     ConfigFields,
     Constant,
+    FixedKey,
     IgnoredKeys,
     Key,
     KeyMapping,
@@ -35,12 +40,18 @@ from jaxformer.interop.fields import (
 from jaxformer.interop.hf_config import HFConfig
 from jaxformer.interop.llama import (
     ATTENTION_BIAS,
+    BIAS_FLAGS,
     HEAD_NORM,
     LAYER,
+    MULTIPLIERS,
     OLMO2_KEYS,
     OLMO2_ROWS,
+    RMS,
+    ROWS,
     SILU,
     SIZES_OF_ALL,
+    USUAL,
+    sizes,
 )
 from jaxformer.interop.rope import RopeKeys
 from jaxformer.interop.tensor_table import (
@@ -50,6 +61,7 @@ from jaxformer.interop.tensor_table import (
     SAME,
     TAPS,
     TensorRow,
+    block,
     by_groups,
     linear,
     norm,
@@ -58,6 +70,8 @@ from jaxformer.interop.tensor_table import (
 from jaxformer.layers.pattern import layer_configs
 
 LINEAR_ATTENTION = "linear_attention"
+# The kinds of layers in files of transformers 4.
+OLDER_KINDS = {"mamba": LINEAR_ATTENTION, "attention": FULL}
 DELTA = "blocks.delta."
 
 
@@ -86,14 +100,21 @@ def delta_rows(module: str, **weights: str) -> tuple[TensorRow, ...]:
 @dataclass(frozen=True)
 class RecurrentLayers(KeyMapping):
     """Which layers are recurrent, by `layer_types`, and the keys of these layers; without
-    `layer_types` all are but every full_attention_interval-th."""
+    `layer_types` all are but every full_attention_interval-th. `letter` is that of their mixer in
+    `layer_pattern`."""
 
     rows: tuple[KeyMapping, ...]
+    letter: str = "d"
+    interval: int = 4  # of full_attention_interval; 0: there is no such key, and all are recurrent
 
     def read(self, hf: HFConfig) -> ConfigFields:
         layers = hf.whole("num_hidden_layers")
-        interval = hf.whole("full_attention_interval", 4)
+        interval = layers + 1
+        if self.interval:
+            interval = hf.whole("full_attention_interval", self.interval)
         kinds = hf.get("layer_types")
+        if isinstance(kinds, list):
+            kinds = [OLDER_KINDS.get(str(kind), kind) for kind in kinds]
         if kinds is None:
             recurrent = [(i + 1) % interval != 0 for i in range(layers)]
         elif (
@@ -104,7 +125,7 @@ class RecurrentLayers(KeyMapping):
             raise hf.unsupported("layer_types", kinds, [f"{layers} of", FULL, LINEAR_ATTENTION])
         else:
             recurrent = [kind == LINEAR_ATTENTION for kind in kinds]
-        fields: ConfigFields = {"layer_pattern": letters(recurrent, "d", "m")}
+        fields: ConfigFields = {"layer_pattern": letters(recurrent, self.letter, "m")}
         for row in self.rows:
             fields |= row.read(hf)
         # Where no layer is recurrent, none reads these.
@@ -114,7 +135,9 @@ class RecurrentLayers(KeyMapping):
 
     def write(self, config: ModelConfig) -> Keys:
         layers = layer_configs(config, config.n_layers)
-        kinds = [LINEAR_ATTENTION if layer.mixer == "delta" else FULL for layer in layers]
+        kinds = [
+            LINEAR_ATTENTION if layer.mixer in RECURRENT.values() else FULL for layer in layers
+        ]
         keys: Keys = {"layer_types": kinds}
         for row in self.rows:
             keys |= row.write(config)
@@ -368,4 +391,173 @@ KIMI_LINEAR = decoder_like(
     ),
     # transformers writes the names of experts for dense layers too.
     renamed=((r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj"),),
+)
+
+
+# Decoders with layers of Mamba-2: Bamba and Granite 4.
+
+MAMBA2 = "blocks.mamba2."
+# The parts of the input of its convolution.
+CONVOLVED = (f"{MAMBA2}v", f"{MAMBA2}k", f"{MAMBA2}q")
+MAMBA2_ROWS = (
+    *norm(LAYER + "input_layernorm", "blocks.mamba2_norm"),
+    TensorRow(
+        LAYER + "mamba.in_proj.weight", (f"{MAMBA2}gate", *CONVOLVED, f"{MAMBA2}decay"), LINEAR
+    ),
+    TensorRow(LAYER + "mamba.conv1d.weight", tuple(f"{leaf}_taps" for leaf in CONVOLVED), TAPS),
+    TensorRow(
+        LAYER + "mamba.conv1d.bias", tuple(f"{leaf}_taps_bias" for leaf in CONVOLVED), LINEAR
+    ),
+    TensorRow(LAYER + "mamba.dt_bias", f"{MAMBA2}step_bias"),
+    TensorRow(LAYER + "mamba.A_log", f"{MAMBA2}log_speed"),
+    TensorRow(LAYER + "mamba.D", f"{MAMBA2}skip"),
+    TensorRow(LAYER + "mamba.norm.weight", f"{MAMBA2}norm"),
+    TensorRow(LAYER + "mamba.out_proj.weight", f"{MAMBA2}out", LINEAR),
+)
+
+
+def read_mamba2_heads(hf: HFConfig) -> ConfigFields:
+    """Return the number and the width of the heads, which together are a multiple of the width of
+    the model."""
+    heads = hf.whole("mamba_n_heads", 128)
+    inner = hf.whole("mamba_expand", 2) * hf.whole("hidden_size")
+    width = hf.get("mamba_d_head", "auto")
+    if inner % heads or width not in ("auto", inner // heads):
+        raise hf.unsupported("mamba_d_head", width, [f"{inner} / mamba_n_heads={heads}", "auto"])
+    limits = hf.get("time_step_limit", (0.0, math.inf))
+    # transformers writes infinity as a table.
+    if not isinstance(limits, list | tuple) or [*limits] not in NO_LIMITS:
+        raise hf.unsupported("time_step_limit", limits, [[0.0, math.inf]])
+    return {"recurrent.heads": heads, "recurrent.value_dim": inner // heads}
+
+
+NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+MAMBA2_KEYS = (
+    KeyRule(
+        read_mamba2_heads,
+        lambda config: {
+            "mamba_n_heads": config.recurrent_heads,
+            "mamba_d_head": config.recurrent_value_width,
+            "mamba_expand": config.recurrent_heads * config.recurrent_value_width // config.d_model,
+        },
+    ),
+    Key("mamba_n_groups", "recurrent.key_heads", 1),
+    Key("mamba_d_state", "recurrent.key_dim", 256),
+    Key("mamba_d_conv", "recurrent.convolution", 4),
+    *fixed(mamba_conv_bias=True, mamba_proj_bias=False),
+    # How many tokens are computed at once.
+    IgnoredKeys("mamba_chunk_size"),
+)
+
+
+class BambaLayers(RecurrentLayers):
+    """Which layers are recurrent: all but those of attn_layer_indices."""
+
+    def read(self, hf: HFConfig) -> ConfigFields:
+        layers = hf.whole("num_hidden_layers")
+        attending = hf.get("attn_layer_indices") or []
+        if not isinstance(attending, list) or not {*attending} <= {*range(layers)}:
+            raise hf.unsupported("attn_layer_indices", attending, [f"numbers below {layers}"])
+        kinds = [FULL if i in attending else LINEAR_ATTENTION for i in range(layers)]
+        hf.keys_read.add("layer_types")
+        return super().read(HFConfig({**hf.values, "layer_types": kinds}, hf.names, hf.keys_read))
+
+    def write(self, config: ModelConfig) -> Keys:
+        keys = super().write(config)
+        kinds = keys.pop("layer_types")
+        return keys | {"attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == FULL]}
+
+
+# Bamba (IBM 2024): RoPE of half a head, whatever its config.json says.
+BAMBA = decoder_like(
+    "bamba",
+    "Bamba",
+    (
+        *with_rows(
+            ROWS,
+            *block(
+                LAYER,
+                gate="feed_forward.gate_proj",
+                up="feed_forward.up_proj",
+                down="feed_forward.down_proj",
+                ffn_norm="pre_ff_layernorm",
+            ),
+            *norm("model.final_layernorm", "final_norm"),
+        ),
+        *MAMBA2_ROWS,
+    ),
+    (
+        # The width of a head follows from the two others.
+        *sizes("head_dim"),
+        RMS,
+        SILU,
+        RopeKeys(fraction=("partial_rotary_factor", 0.5)),
+        FixedKey("partial_rotary_factor", (0.5,)),
+        BIAS_FLAGS,
+        BambaLayers(MAMBA2_KEYS, "s"),
+        IgnoredKeys("num_logits_to_keep z_loss_coefficient"),
+    ),
+)
+
+
+# Of a feed-forward with experts, whose shared one is the whole of it where there are no others.
+SHARED_EXPERT = "shared_intermediate_size"
+GRANITE_EXPERTS = (
+    Key("intermediate_size", "experts.d_ff", needed=True),
+    *routed("num_local_experts"),
+    Key(SHARED_EXPERT, "experts.shared_ff", 1024),
+)
+GRANITE_DENSE = (
+    Key(SHARED_EXPERT, "d_ff", 1024),
+    IgnoredKeys("intermediate_size num_experts_per_tok router_aux_loss_coef"),
+)
+
+
+def read_optional_experts(hf: HFConfig) -> ConfigFields:
+    rows: tuple[KeyMapping, ...] = GRANITE_EXPERTS
+    if hf.get("num_local_experts") == 0:
+        rows = GRANITE_DENSE
+    fields: ConfigFields = {}
+    for row in rows:
+        fields |= row.read(hf)
+    return fields
+
+
+def written_optional_experts(config: ModelConfig) -> Keys:
+    if config.feed_forward != "experts":
+        width = config.ff_width
+        return {"num_local_experts": 0, "intermediate_size": width, SHARED_EXPERT: width}
+    keys: Keys = {}
+    for row in GRANITE_EXPERTS:
+        keys |= row.write(config)
+    return keys
+
+
+# Granite 4 (IBM 2025): multipliers, and layers of attention with or without positions.
+GRANITE_HYBRID = decoder_like(
+    "granitemoehybrid",
+    "GraniteMoeHybrid",
+    (
+        *with_rows(
+            GRANITE_SHARED_ROWS,
+            *linear(LAYER + "shared_mlp.input_linear", ("blocks.ffn.gate", "blocks.ffn.up")),
+            *linear(LAYER + "shared_mlp.output_linear", "blocks.ffn.down"),
+        ),
+        *MAMBA2_ROWS,
+    ),
+    (
+        *sizes("intermediate_size"),
+        *MULTIPLIERS,
+        *USUAL,
+        ATTENTION_BIAS,
+        KeyRule(read_optional_experts, written_optional_experts),
+        Choice(
+            "position_embedding_type",
+            "positions",
+            {"rope": "rope", "nope": "none", None: "none"},
+            None,
+        ),
+        RecurrentLayers(MAMBA2_KEYS, "s", interval=0),
+    ),
+    module_rows=GRANITE_PARAMETERS,
 )
