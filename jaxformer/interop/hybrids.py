@@ -445,8 +445,7 @@ MAMBA2_KEYS = (
     Key("mamba_d_state", "recurrent.key_dim", 256),
     Key("mamba_d_conv", "recurrent.convolution", 4),
     *fixed(mamba_conv_bias=True, mamba_proj_bias=False),
-    # How many tokens are computed at once.
-    IgnoredKeys("mamba_chunk_size"),
+    Key("mamba_chunk_size", "recurrent.chunk", 256),
 )
 
 

@@ -67,6 +67,9 @@ def sized(kind, **keys):
     if kind in ("kimi_linear", "olmo_hybrid"):
         # Whose recurrent layers have no defaults that are the same at all sizes.
         wanted |= {"layer_types", *(key for key in stated(kind) if key.startswith("linear_"))}
+    if kind == "granitemoehybrid":
+        # Which a file without experts has not.
+        wanted |= {"intermediate_size", "num_experts_per_tok"}
 
     def of(values):
         return {key: values[key] for key in wanted & values.keys() if values[key] is not None}
@@ -190,6 +193,12 @@ REFUSED = [
     ("kimi_linear", dict(mlp_layer_types=["sparse", "dense"] * 13), "mlp_layer_types="),
     ("olmo_hybrid", dict(layer_types=7), "layer_types=7"),
     ("qwen3_next", dict(shared_expert_intermediate_size=0), "needs model.experts.shared_ff"),
+    ("bamba", dict(time_step_limit=[0.0, 0.5]), r"time_step_limit=\[0.0, 0.5\] is not"),
+    ("bamba", dict(mamba_d_head=63), "mamba_d_head=63"),
+    ("bamba", dict(mamba_proj_bias=True), "mamba_proj_bias=true"),
+    ("bamba", dict(attn_layer_indices=[99]), "numbers below 32"),
+    ("bamba", dict(partial_rotary_factor=0.25), "partial_rotary_factor=0.25"),
+    ("granitemoehybrid", dict(layer_types=["mamba"]), '32 of", "full_attention"'),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit=5.0"),
     ("gpt_oss", dict(hidden_act="gelu"), "hidden_act"),
