@@ -38,7 +38,8 @@ class Rollouts:
     number of the step and the parameters before it, so that a resumed run makes the same ones.
 
     Args:
-      config, tokenizer: of the model that answers.
+      config: of the model that answers.
+      tokenizer: of the same model.
       prompts: texts, read in an order that the seed gives, and then anew in another.
       reward: (prompts, answers), texts of one length -> a number for each answer.
       settings: how answers are drawn and compared.
