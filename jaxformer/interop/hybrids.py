@@ -396,23 +396,23 @@ KIMI_LINEAR = decoder_like(
 
 # Decoders with layers of Mamba-2: Bamba and Granite 4.
 
-MAMBA2 = "blocks.mamba2."
+MAMBA2_LAYERS = "blocks.mamba2."
 # The parts of the input of its convolution.
-CONVOLVED = (f"{MAMBA2}v", f"{MAMBA2}k", f"{MAMBA2}q")
+CONVOLVED = (f"{MAMBA2_LAYERS}v", f"{MAMBA2_LAYERS}k", f"{MAMBA2_LAYERS}q")
 MAMBA2_ROWS = (
     *norm(LAYER + "input_layernorm", "blocks.mamba2_norm"),
     TensorRow(
-        LAYER + "mamba.in_proj.weight", (f"{MAMBA2}gate", *CONVOLVED, f"{MAMBA2}decay"), LINEAR
+        LAYER + "mamba.in_proj.weight", (f"{MAMBA2_LAYERS}gate", *CONVOLVED, f"{MAMBA2_LAYERS}decay"), LINEAR
     ),
     TensorRow(LAYER + "mamba.conv1d.weight", tuple(f"{leaf}_taps" for leaf in CONVOLVED), TAPS),
     TensorRow(
         LAYER + "mamba.conv1d.bias", tuple(f"{leaf}_taps_bias" for leaf in CONVOLVED), LINEAR
     ),
-    TensorRow(LAYER + "mamba.dt_bias", f"{MAMBA2}step_bias"),
-    TensorRow(LAYER + "mamba.A_log", f"{MAMBA2}log_speed"),
-    TensorRow(LAYER + "mamba.D", f"{MAMBA2}skip"),
-    TensorRow(LAYER + "mamba.norm.weight", f"{MAMBA2}norm"),
-    TensorRow(LAYER + "mamba.out_proj.weight", f"{MAMBA2}out", LINEAR),
+    TensorRow(LAYER + "mamba.dt_bias", f"{MAMBA2_LAYERS}step_bias"),
+    TensorRow(LAYER + "mamba.A_log", f"{MAMBA2_LAYERS}log_speed"),
+    TensorRow(LAYER + "mamba.D", f"{MAMBA2_LAYERS}skip"),
+    TensorRow(LAYER + "mamba.norm.weight", f"{MAMBA2_LAYERS}norm"),
+    TensorRow(LAYER + "mamba.out_proj.weight", f"{MAMBA2_LAYERS}out", LINEAR),
 )
 
 
