@@ -402,7 +402,9 @@ CONVOLVED = (f"{MAMBA2_LAYERS}v", f"{MAMBA2_LAYERS}k", f"{MAMBA2_LAYERS}q")
 MAMBA2_ROWS = (
     *norm(LAYER + "input_layernorm", "blocks.mamba2_norm"),
     TensorRow(
-        LAYER + "mamba.in_proj.weight", (f"{MAMBA2_LAYERS}gate", *CONVOLVED, f"{MAMBA2_LAYERS}decay"), LINEAR
+        LAYER + "mamba.in_proj.weight",
+        (f"{MAMBA2_LAYERS}gate", *CONVOLVED, f"{MAMBA2_LAYERS}decay"),
+        LINEAR,
     ),
     TensorRow(LAYER + "mamba.conv1d.weight", tuple(f"{leaf}_taps" for leaf in CONVOLVED), TAPS),
     TensorRow(
