@@ -114,6 +114,7 @@ class LowRank:
         if is_reversed:
             factors.reverse()
             if self.magnitude is not None:
+                # The gain is of the outputs, which x has here.
                 x = (x * self._gain(outputs, left)).astype(x.dtype)
         (first_axes, first), (second_axes, second) = factors
         narrow_to = (*to[: len(free)], None) if to else None  # R is not split
@@ -141,6 +142,7 @@ class LowRank:
 
     def norms(self) -> jax.Array:
         """Return the norm over the inputs of each output of the adapted weight, [O...] float32."""
+        # An array of the size of the weight, for the time of this sum.
         return jnp.sqrt(jnp.square(self._sum()).sum(self.inputs))
 
     def _sum(self) -> jax.Array:

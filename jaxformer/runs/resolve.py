@@ -461,7 +461,8 @@ def preference_options(
         value = getattr(train, setting)
         if value != getattr(TrainConfig, setting):
             options[option] = value
-    if train.contrastive_widths:
+    if "widths" in options:
+        # The loss takes numbers.
         try:
             options["widths"] = tuple(map(int, parts_of(train.contrastive_widths)))
         except ValueError:
