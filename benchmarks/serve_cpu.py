@@ -9,7 +9,6 @@ is a process of its own; the sides take turns, and the ratio is the median of th
 
 import argparse
 import asyncio
-import json
 import socket
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any
 import httpx
 import jax
 import numpy as np
+from pairing import print_table
 
 import jaxformer as jf
 from jaxformer.generation.decode import stream_tokens
@@ -112,9 +112,8 @@ def _compare(
     pairs = rows[1:]
     medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
     ratio = statistics.median(one / other for one, other in pairs)
-    print(
-        json.dumps({"measured": name, "served": medians[0], "offline": medians[1], "ratio": ratio})
-    )
+    row_of_table = [name, *(f"{median:.4g}" for median in medians), f"{ratio:.2f}"]
+    print_table(["measured", "served", "offline", "median ratio of pairs"], [row_of_table])
 
 
 async def _requests(url: str, prompts: list[list[int]], tokens: int) -> int:
