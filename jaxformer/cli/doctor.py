@@ -194,7 +194,7 @@ def dry_run(setup: RunSetup) -> str:
     program = compile_step(setup.step, setup.target, setup.first_batch, lines.append)
     # The first state of the run as it would start, with what it takes from its base.
     state = first_state(setup, lines.append)
-    batch = setup.placed(setup.batches[0])
+    batch = setup.placed(setup.batches[0], state.params)
     with memory_of("the first step"):
         state, metrics = program(state, batch)
         first = as_logged(metrics)

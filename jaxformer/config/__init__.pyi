@@ -3,7 +3,7 @@ from .model import ModelConfig
 from .records import Attention, Embedding, Experts, Head, Latent, Recurrent, RelativePositions, Rope
 from .run import DataConfig, RunConfig, RunSettings, TokenizerConfig
 from .settings import with_settings
-from .train import DistillConfig, LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
+from .train import DistillConfig, GRPOConfig, LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
     "AdapterConfig",
@@ -12,6 +12,7 @@ __all__ = [
     "DistillConfig",
     "Embedding",
     "Experts",
+    "GRPOConfig",
     "Head",
     "Latent",
     "LaunchConfig",

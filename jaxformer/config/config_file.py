@@ -13,6 +13,7 @@ from jaxformer.config.adapter import AdapterConfig
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.run import DataConfig, RunConfig, TokenizerConfig, flat, from_json, suggestion
 from jaxformer.config.settings import choices, step_range
+from jaxformer.config.train import GRPOConfig
 from jaxformer.files import ConfigError, located, read_text, store_of
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
@@ -189,6 +190,27 @@ def check(config: RunConfig) -> RunConfig:
             f"tokenizer.add_tokens={tokenizer.add_tokens!r} adds tokens to a model that there is:"
             " set run.init_from to its directory, or leave it out."
         )
+    grpo = config.grpo
+    if data.objective != "grpo" and grpo != GRPOConfig():
+        problems.append(
+            f"grpo.reward={grpo.reward!r} and the other settings of grpo are read by"
+            f" data.objective=grpo, and here is data.objective={data.objective}: set that, or leave"
+            " them out."
+        )
+    if data.objective == "grpo":
+        source_length = data.source_length or data.sequence_length
+        if source_length + grpo.new_tokens > data.sequence_length:
+            problems.append(
+                f"a prompt of data.source_length={source_length} tokens and an answer of"
+                f" grpo.new_tokens={grpo.new_tokens} do not fit into a row of"
+                f" data.sequence_length={data.sequence_length}: lower one of the first two, or"
+                " raise the last."
+            )
+        if config.train.batch_size % grpo.group:
+            problems.append(
+                f"train.batch_size={config.train.batch_size} answers do not divide into groups of"
+                f" grpo.group={grpo.group}: make it a multiple of that."
+            )
     problems += _virtual_problems(config.adapter, model, data)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -27,6 +27,7 @@ from jaxformer.config.settings import (
 )
 from jaxformer.config.train import (
     DistillConfig,
+    GRPOConfig,
     LaunchConfig,
     MeshConfig,
     OptimizerConfig,
@@ -133,7 +134,7 @@ WordPatternName = Literal["gpt2", "llama3"]
 Malformed = Literal["refuse", "replace", "skip"]
 TextObjective = Literal["causal", "mlm", "span_corruption", "prefix"]
 RecordObjective = Literal["seq2seq", "sft", "classes", "token_classification", "contrastive"]
-PreferenceObjective = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
+PreferenceObjective = Literal["dpo", "ipo", "orpo", "simpo", "kto", "grpo"]
 ObjectiveName = Annotated[
     Literal["auto", TextObjective, RecordObjective, PreferenceObjective],
     TableAt("jaxformer.runs.objectives.OBJECTIVES"),
@@ -178,7 +179,8 @@ class DataConfig(Section):
     """Training objective; auto selects the first that model.family and model.head can learn, and
     sft for records that are chats."""
     source_length: Natural = 0
-    """Length of the source of an encoder-decoder in tokens; 0 uses data.sequence_length."""
+    """Length of the source of an encoder-decoder, or of a prompt of grpo, in tokens; 0 uses
+    data.sequence_length."""
     text_field: str = "text"
     """Field of a .jsonl or .tsv record, or column of a .parquet file, that holds the text."""
     pair_field: str = ""
@@ -187,8 +189,9 @@ class DataConfig(Section):
     """Field of the input: the source of a pair, the question of an instruction, or the anchor of
     contrastive."""
     target_field: str = "target"
-    """Field of the output: the target of a pair, the answer to an instruction, or the text that
-    contrastive brings near its anchor."""
+    """Field of the output: the target of a pair, the answer to an instruction, the text that
+    contrastive brings near its anchor, or what the rewards of grpo compare answers with; grpo reads
+    none where it is empty."""
     label_field: str = "label"
     """Field of a text's class, or of the list of tags of its words."""
     messages_field: str = ""
@@ -270,6 +273,7 @@ class RunConfig:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 

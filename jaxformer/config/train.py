@@ -275,10 +275,15 @@ class GRPOConfig(Section):
 
     section = "grpo"
 
+    reward: str = ""
+    """Function of the rewards, as module:function, of a module in the current directory or of a
+    package: (prompts, answers, targets) to a number for each answer. Targets are the texts of
+    data.target_field."""
     group: Annotated[int, Bounds(2, most=2**16)] = 8
-    """Number of answers to a prompt, which are compared with each other."""
+    """Number of answers to a prompt, which are compared with each other; train.batch_size is that
+    of all answers of a step."""
     new_tokens: Count = 256
-    """Largest number of tokens of an answer."""
+    """Largest number of tokens of an answer; data.source_length is that of a prompt."""
     temperature: Factor = 1.0
     """Temperature at which answers are drawn, and for which their probabilities are."""
     clip: Annotated[float, Bounds(0, below=1)] = 0.2

@@ -170,7 +170,7 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
     wanted: list[str] = []
     for field in fields:
         wanted += field.columns
-        if field.kind in ("messages", "prompt"):
+        if field.kind in ("messages", "prompt", "completion"):
             wanted += [*BESIDE, *NOT_RENDERED]
     try:
         with contextlib.ExitStack() as stack:
@@ -191,7 +191,7 @@ def column_records(file: SourceFile, fields: Fields, handler: ErrorHandler) -> I
             _require_columns(present, fields, str(path))
             names = present
             if wanted:
-                names = [name for name in wanted if name in present]
+                names = [name for name in dict.fromkeys(wanted) if name in present]
             rows = itertools.chain.from_iterable(
                 batch.select(names).to_pylist() for batch in batches
             )

@@ -60,6 +60,7 @@ FIELD_SETTINGS = {
     "source": FieldSetting("source_field", "text"),
     "target": FieldSetting("target_field", "text"),
     "label": FieldSetting("label_field", "label"),
+    "expected": FieldSetting("target_field", "label", optional=True),
     "messages": FieldSetting("messages_field", "messages"),
     "words": FieldSetting("text_field", "words"),
     "tags": FieldSetting("label_field", "tags"),

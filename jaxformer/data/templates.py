@@ -51,6 +51,10 @@ class Template(abc.ABC):
         texts = [[*map(str, field)] for field in zip(*records, strict=True)]
         return zip(*map(self.tokenizer.encode_batch, texts), strict=True)
 
+    @functools.cached_property
+    def chat(self) -> ChatTemplate:
+        return ChatTemplate.of(self.tokenizer)
+
     def warnings(self) -> list[str]:
         """Return what a user should know before training on these records."""
         return []
@@ -354,10 +358,6 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
             begin = common_length(chosen[:begin], rejected[:begin])
             yield chosen[:begin], chosen[begin : ends[0]], rejected[begin : ends[1]]
 
-    @functools.cached_property
-    def chat(self) -> ChatTemplate:
-        return ChatTemplate.of(self.tokenizer)
-
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         # The last token is a target alone.
         return lengths[:, :1] + lengths[:, 1:] - 1
@@ -370,6 +370,39 @@ class PreferenceTemplate(SidesTemplate, AnswerTemplate):
             ids = joined(prompt, completion)
             sides.append(self.answered(ids, np.array([len(prompt), len(ids)]), longest))
         return self.pair(sides)
+
+
+class PromptTemplate(Template):
+    """A prompt, a text or messages, to which the model writes answers, one a row; where it is
+    longer than a source, it loses its start. "expected" is what rewards compare the answers with,
+    if anything: its ids from 1, since 0 is padding."""
+
+    packs = False
+    cut_where = "at the start of the prompt, or the end of the target"
+
+    def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
+        super().__init__(row_format, tokenizer)
+        self.recipe = (template_fingerprint(tokenizer),)
+        self.capacity = (row_format.source_length, self.length)
+        self.lengths = dict.fromkeys(("tokens", "segment_ids"), row_format.source_length)
+
+    def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
+        for prompt, *expected in records:
+            if isinstance(prompt, str):
+                ids = self.tokenizer.as_prompt(self.tokenizer.encode(prompt))
+            else:
+                ids = self.chat.encode_prompt([*map(json.loads, prompt)])
+            yield ids, self.tokenizer.encode("".join(map(str, expected)))
+
+    def sizes(self, lengths: np.ndarray) -> np.ndarray:
+        return lengths
+
+    def arrays(self, *parts: np.ndarray) -> NumpyBatch:
+        prompt, expected = parts
+        return {
+            "tokens": prompt[-self.format.source_length :],
+            "expected": expected[: self.length] + 1,
+        }
 
 
 class UnpairedTemplate(PreferenceTemplate):

@@ -15,7 +15,14 @@ RESULTS = {
     "val_bits_per_byte": ("bits per byte", ".3f"),
     "val_reward_margin": ("reward margin", ".4f"),
     "val_reward_accuracy": ("reward accuracy", ".2%"),
+    "val_reward": ("reward", ".4f"),
     "val_kl": ("KL to the reference", ".4f"),
+}
+# What a loss is of that is not of targets, by a metric that is beside it.
+LOSS_UNITS = {
+    "reward_margin": "per pair",
+    "reward_desirable": "per completion",
+    "reward": "per answer",
 }
 
 
@@ -64,8 +71,10 @@ def result_lines(metrics: Mapping[str, float]) -> dict[str, str]:
     if "val_loss" not in metrics:
         return {}
     loss = metrics["val_loss"]
-    if "val_reward_margin" in metrics:
-        text = f"{loss:.4f} per pair"
+    for name, unit in LOSS_UNITS.items():
+        if f"val_{name}" in metrics:
+            text = f"{loss:.4f} {unit}"
+            break
     else:
         value = math.inf
         if not loss >= 700:  # exp overflows beyond 709

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxformer.files import ConfigError, replacing
+from jaxformer.report.banner import LOSS_UNITS
 from jaxformer.report.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def plot_losses(run_dir: Path) -> Path:
         top.set_title(run_dir.resolve().name, loc="left", fontweight="bold")
         logged = set[str]().union(*lines)
         unit = "nats per token"
-        if "reward_margin" in logged:
-            unit = "per pair"
+        for name in logged.intersection(LOSS_UNITS):
+            unit = LOSS_UNITS[name]
         top.set_ylabel(f"loss ({unit})")
         top.legend(loc="upper right")
         draw_curve(bottom, lines, "learning_rate", "", INK)

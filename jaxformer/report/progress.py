@@ -188,6 +188,8 @@ LINE_PARTS = {
     "val_accuracy": "accuracy {:.2%}",
     "reward_margin": "margin {:.4f}",
     "val_reward_margin": "margin {:.4f}",
+    "reward": "reward {:.4f}",
+    "val_reward": "reward {:.4f}",
     "reward_accuracy": "{:.1%} right",
     "val_reward_accuracy": "{:.1%} right",
     "learning_rate": "lr {:.2e}",

@@ -150,6 +150,12 @@ def looked_at(
     name, since it is asked for with the credentials of the reader.
     """
     run = files.run
+    if run.grpo.reward:
+        raise ConfigError(
+            f"{files} learned from grpo.reward={run.grpo.reward!r}, a function that whoever made"
+            " this directory has chosen and that training alone calls: its metrics.jsonl has the"
+            " rewards, and `jaxformer convert` writes a model that can be evaluated on a text."
+        )
     unnamed = dict[str, str]()
     if not train:
         unnamed["data.train"] = run.data.train

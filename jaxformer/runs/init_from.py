@@ -12,14 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer.arrays.mesh import (
-    SHARED_ENTRY,
-    AnyMesh,
-    batch_sharding,
-    place_array,
-    place_batch,
-    placement,
-)
+from jaxformer.arrays.mesh import SHARED_ENTRY, batch_sharding, place_array, place_batch, placement
 from jaxformer.arrays.params import Params, Spec, Specs, init_params, is_custom, map_specs, rows
 from jaxformer.checkpoints.digests import fingerprint
 from jaxformer.checkpoints.reading import flat_leaves
@@ -286,12 +279,6 @@ def warm_start(
             " others."
         )
     return WarmStart(map_specs(leaf, table), new, sentence)
-
-
-def with_reference(batch: dict[str, Any], pairs: int, mesh: AnyMesh) -> dict[str, Any]:
-    """A batch of pairs with the log-probabilities of the reference as shapes."""
-    scores = jax.ShapeDtypeStruct((pairs,), jnp.float32, sharding=batch_sharding(mesh))
-    return batch | dict.fromkeys(REFERENCE_ARRAYS, scores)
 
 
 class Reference:

@@ -36,6 +36,7 @@ from jaxformer.data.templates import (
     MessagesTemplate,
     PairTemplate,
     PreferenceTemplate,
+    PromptTemplate,
     SFTTemplate,
     TagTemplate,
     Template,
@@ -75,6 +76,7 @@ class Objective(NamedTuple):
     metrics: (params, config, batch) -> Sums, what an evaluation gives beside the loss.
     sequences: of a row, whose arrays are then [sequences, T], as the two completions of a pair.
     reference: whether the loss compares the model with the one that it starts from.
+    writes: whether rows are prompts, to which the model writes the answers that it learns from.
     rowwise: whether the sums of the loss are over rows that do not read each other. Where they do,
         as by default, train.microbatches=auto is 1.
     dropout: whether training applies the dropout of the model and its adapter.
@@ -96,6 +98,7 @@ class Objective(NamedTuple):
     metrics: Callable[[Params, ModelConfig, Batch], Sums] | None = None
     sequences: int = 1
     reference: bool = False
+    writes: bool = False
     rowwise: bool = False
     dropout: bool = True
 
@@ -211,6 +214,17 @@ OBJECTIVES: Table[Objective] = Table(
             loss="jaxformer.losses.pairs:kto_loss",
             sequences=2,
             reference=True,
+            dropout=False,
+        ),
+        "grpo": Objective(
+            ("decoder",),
+            "language",
+            (RecordField("", "prompt", "completion"), "expected"),
+            template=PromptTemplate,
+            takes_packing=False,
+            loss="jaxformer.losses.policy:grpo_loss",
+            writes=True,
+            rowwise=True,
             dropout=False,
         ),
     },
@@ -399,10 +413,10 @@ def loss_of(objective: str, config: ModelConfig, products: str = "dtype", **opti
         raise ConfigError(
             f"products={products!r} is not one of {', '.join(choices(LayerProducts))}."
         )
-    if products == "fp8" and row.reference:
+    if products == "fp8" and (row.reference or row.writes):
         raise ConfigError(
-            f"train.products=fp8: the objective {objective!r} compares the model with a reference"
-            " whose products are those of model.dtype: set it to dtype."
+            f"train.products=fp8: the objective {objective!r} compares the model with probabilities"
+            " that are computed with products in model.dtype: set it to dtype."
         )
     loss = _imported(row.loss)
     option_names = set(inspect.signature(loss).parameters)

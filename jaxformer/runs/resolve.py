@@ -117,7 +117,7 @@ class Resolved:
     @property
     def has_reference(self) -> bool:
         """Whether the devices also keep the parameters that the run starts from."""
-        return keeps_start(self.objective, self.run.adapter)
+        return keeps_start(self.objective, self.run)
 
     @property
     def length(self) -> int:
@@ -172,7 +172,7 @@ class Resolved:
     def flops_per_token(self) -> int:
         """FLOPs of a step for each of its tokens, those of a reference or a teacher included."""
         reference = self.teacher
-        if self.objective.reference:
+        if self.objective.reference or self.run.grpo.kl:
             reference = self.model
         return flops_per_token(
             self.model, self.length, self.source_length, self.counted_specs, reference
@@ -190,7 +190,32 @@ class Resolved:
         if self.teacher is not None:
             distill = self.run.distill
             options["distill"] = Distillation(self.teacher, distill.temperature, distill.share)
+        if self.objective.writes:
+            options["grpo"] = self.run.grpo
         return options
+
+    def with_scores(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch of the data as a step reads it, with shapes of what is computed before: the
+        scores of a reference, or the answers to its prompts."""
+        # Imported here, because only preferences need it.
+        from jaxformer.losses.pairs import REFERENCE_ARRAYS
+
+        def shape_of(dtype: Any, *length: int) -> jax.ShapeDtypeStruct:
+            sizes = (self.run.train.batch_size, *length)
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=batch_sharding(self.mesh))
+
+        of_rows = shape_of(jnp.float32)
+        if not self.objective.writes:
+            names = REFERENCE_ARRAYS if self.has_reference else ()
+            return {**batch, **dict.fromkeys(names, of_rows)}
+        ids = shape_of(jnp.int32, self.length)
+        shapes = dict.fromkeys(("tokens", "targets", "segment_ids"), ids)
+        shapes |= dict.fromkeys(("advantages", "rewards", "mismatch"), of_rows)
+        of_tokens = shape_of(jnp.float32, self.length)
+        shapes |= dict.fromkeys(("weights", "sampled_log_probs"), of_tokens)
+        if self.run.grpo.kl:
+            shapes["reference_log_probs"] = of_tokens
+        return shapes
 
     def with_teacher(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A batch with the parameters of the teacher, where there is one, as shapes."""
@@ -408,12 +433,7 @@ def resolve_without_data(
         if packs:
             segments = model.attention.max_segments or ASSUMED_SEGMENTS
     resolved = dataclasses.replace(resolve(run, mesh, segments), added=added, notes=notes)
-    if resolved.has_reference:
-        # Imported here, because only preferences need it.
-        from jaxformer.runs.init_from import with_reference
-
-        batch = with_reference(batch, run.train.batch_size, mesh)
-    return resolved, batch
+    return resolved, resolved.with_scores(batch)
 
 
 def run_specs(
@@ -435,19 +455,20 @@ def run_specs(
     return adapted_table(model, adapter, learned, added) | brought
 
 
-def keeps_start(objective: Objective, adapter: AdapterConfig) -> bool:
+def keeps_start(objective: Objective, run: RunConfig) -> bool:
     """Whether an objective compares the model with the one that the run starts from, which has to
     be kept in memory because the run trains all of it."""
-    return objective.reference and adapter.kind == "none"
+    compares = objective.reference or run.grpo.kl > 0
+    return compares and run.adapter.kind == "none"
 
 
-def check_start(objective: str, adapter: AdapterConfig, init_from: str) -> None:
+def check_start(objective: str, run: RunConfig) -> None:
     """Raises ConfigError where a run that compares the model with its start names none."""
-    if keeps_start(OBJECTIVES[objective], adapter) and not init_from:
+    if keeps_start(OBJECTIVES[objective], run) and not run.run.init_from:
         raise ConfigError(
             f"data.objective={objective} compares the model with the one that the run"
             " starts from, and run.init_from is empty: name a run directory or a Hugging Face model"
-            " there, or choose orpo or simpo, which compare with none."
+            " there, choose orpo or simpo, which compare with none, or set grpo.kl to 0."
         )
 
 

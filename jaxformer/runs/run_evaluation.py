@@ -68,8 +68,8 @@ def evaluate_run(
     heldout = data.evaluation_batches(corpus.validation, run.data, rows)
     batches: Iterable[Any] = watch(heldout, len(heldout))
     row = OBJECTIVES[task.name]
-    if keeps_start(row, run.adapter):
-        check_start(task.name, run.adapter, run.run.init_from)
+    if keeps_start(row, run):
+        check_start(task.name, run)
         record = RunDirectory(files.path).reference
         reference = Reference(ModelFiles(run.run.init_from), model.config, record)
         batches = map(reference, batches)
@@ -171,7 +171,7 @@ def _on_text(
         train = train or run.data.train  # which is not read
     row = OBJECTIVES[objective_of(run.model, run.data)]
     base: str | None = init_from
-    if run.adapter.kind == "none" and not keeps_start(row, run.adapter):
+    if run.adapter.kind == "none" and not keeps_start(row, run):
         if init_from:
             raise ConfigError(
                 f"{files} is evaluated without the model that it began with: leave out"

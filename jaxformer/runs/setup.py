@@ -33,6 +33,7 @@ from jaxformer.training.state import TrainState
 if TYPE_CHECKING:
     from jaxformer.runs.init_from import Reference, WarmStart
     from jaxformer.runs.model_files import ModelFiles
+    from jaxformer.runs.rollouts import Rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class RunSetup(Resolved):
       init_from: the files of the model of run.init_from.
       base: the parameters that it gives to a run with an adapter.
       tasks: those of train.eval_tasks.
+      rollouts: what writes the answers to the prompts of a batch, for an objective that needs them.
     """
 
     mesh: Mesh
@@ -60,6 +62,7 @@ class RunSetup(Resolved):
     init_from: "ModelFiles | None" = None
     base: "WarmStart | None" = None
     tasks: Tasks | None = None
+    rollouts: "Rollouts | None" = None
 
     def warm_start(self) -> "WarmStart":
         """The parameters that the model of run.init_from gives to the run, read from its files."""
@@ -96,16 +99,10 @@ class RunSetup(Resolved):
 
     @property
     def first_batch(self) -> Any:
-        """The batch of step 0 on the devices; with the scores of a reference, or the parameters of
-        a teacher, as shapes."""
-        batch = self.with_teacher(place_batch(self.batches[0], self.mesh))
-        if not self.has_reference:
-            return batch
-        # Imported here, because only preferences need it.
-        from jaxformer.runs.init_from import with_reference
-
+        """The batch of step 0 on the devices; with the scores of a reference, the answers that the
+        model writes, or the parameters of a teacher, as shapes."""
         # The step is compiled before the reference is read, and takes the shapes of its scores.
-        return with_reference(batch, self.run.train.batch_size, self.mesh)
+        return self.with_teacher(self.with_scores(place_batch(self.batches[0], self.mesh)))
 
     @property
     def evaluation_options(self) -> dict[str, Any]:
@@ -156,8 +153,14 @@ class RunSetup(Resolved):
         """What the manifest of a checkpoint says of the run that saved it."""
         return identity_of(self.record, self.run.run.seed)
 
-    def placed(self, batch: Any) -> Any:
-        """A batch on the devices, with what the reference or the teacher adds to it."""
+    def placed(self, batch: Any, params: Any = None, step: int = 0) -> Any:
+        """A batch on the devices, with what the reference or the teacher adds to it, or the answers
+        that the model writes with these params before a step, counted from 0."""
+        if self.rollouts:
+            start = params
+            if self.reference:
+                start, _ = self.reference.load()
+            return self.rollouts(batch, params, start, step)
         if self.reference:
             return self.reference(batch)
         return place_batch(batch, self.mesh)
@@ -183,7 +186,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         )
         run = replace(run, model=model, tokenizer=tokenizer)
     task = task_of(run.model, run.data)
-    check_start(task.name, run.adapter, run.run.init_from)
+    check_start(task.name, run)
     # The teacher and the devices are checked before the data is read, which may take long.
     if run.distill.teacher:
         teacher_of(run, OBJECTIVES[task.name])
@@ -224,6 +227,10 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     run = replace(run, model=model)
     size = run.train.batch_size
     blocks = data.RowBlocks(*held_blocks(mesh))
+    if OBJECTIVES[task.name].writes:
+        # Rows are those of answers, and one process reads all prompts.
+        size //= run.grpo.group
+        blocks = data.RowBlocks()
     batches = data.Batches(corpus.train, run.data, size, run.run.seed, blocks)
     heldout = None
     if corpus.validation:
@@ -238,6 +245,12 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
     tasks = None
     if run.train.eval_tasks:
         tasks = Tasks(run.train.eval_tasks, resolved.model, corpus.tokenizer)
+    rollouts = None
+    if resolved.objective.writes:
+        # Imported here, because only such a run writes before a step.
+        from jaxformer.runs.rollouts import Rollouts
+
+        rollouts = Rollouts(resolved, corpus.tokenizer)
     setup = RunSetup(
         **resolved.fields(),
         directory=directory,
@@ -248,6 +261,7 @@ def make_setup(run: RunConfig, log: Log) -> RunSetup:
         undivided=check_split(resolved.specs, mesh),
         init_from=init_from,
         tasks=tasks,
+        rollouts=rollouts,
     )
     # The directory belongs to this config and this data, and its adapter to this base.
     base_record: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -369,7 +370,7 @@ def _steps(
                 if settings.eval_batches and step.done < settings.steps:
                     count = min(settings.eval_batches, count)
                 read = watch(itertools.islice(heldout, count), count)
-                result = evaluation(params, map(setup.placed, read))
+                result = evaluation(params, (setup.placed(batch, params) for batch in read))
             if tasks and asked(step.done):
                 result |= tasks(params)
         return result
@@ -396,10 +397,16 @@ def _steps(
                 hook(first, state, first_evaluation)
         stack.enter_context(memory_of(lambda: f"step {step.done}"))
         advance = stack.enter_context(traced(run.profile, directory.profile, step))
+        prompts = batches_of(setup)
+        batches: Any = prompts
+        if setup.rollouts:
+            batches = SimpleNamespace(
+                rows=lambda step, state: setup.placed(prompts[step], state.params, step)
+            )
         state = fit(
             advance,
             state,
-            batches_of(setup),
+            batches,
             steps=settings.steps,
             evaluate=evaluate if heldout or tasks else None,
             evaluate_every=evaluate_every,

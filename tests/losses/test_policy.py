@@ -1,4 +1,4 @@
-"""The loss of GRPO beside TRL's, and the answers and advantages of its batches."""
+"""The loss of GRPO beside TRL's, and the advantages of its batches."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -6,19 +6,16 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from trl import GRPOTrainer
 
 import jaxformer as jf
-from jaxformer.config.train import GRPOConfig
-from jaxformer.generation.sampling import Sampling, draw
+from jaxformer.config import GRPOConfig, with_settings
 from jaxformer.layers.head import OutputLayer
 from jaxformer.losses.cross_entropy import token_log_probs
 from jaxformer.losses.policy import grpo_loss, policy_log_probs
-from jaxformer.runs.rollouts import Rollouts, advantages_of
-from jaxformer.tokenizer import byte_tokenizer
+from jaxformer.runs.rollouts import advantages_of
 
 B, T, V = 6, 10, 257
 CONFIG = jf.ModelConfig(vocab_size=V, d_model=32, n_layers=1, n_heads=2, max_length=64)
@@ -46,9 +43,11 @@ def test_value_gradient_and_figures_are_those_of_trl(lengths, kl, params):
         "weights": weights,
         "advantages": RNG.normal(size=B).astype(np.float32),
         "rewards": RNG.normal(size=B).astype(np.float32),
+        "segment_ids": np.ones((B, T), np.int32),
+        "mismatch": np.arange(B, dtype=np.float32),
     }
     batch = jax.tree.map(jnp.asarray, batch)
-    now, pull = jax.vjp(lambda p: policy_log_probs(p, CONFIG, batch, 0.7), params)
+    now, pull = jax.vjp(lambda p: policy_log_probs(p, CONFIG, batch, 0.7)[0], params)
     batch["sampled_log_probs"] = now + RNG.normal(scale=0.4, size=(B, T)).astype(np.float32)
     batch["reference_log_probs"] = now + RNG.normal(scale=0.4, size=(B, T)).astype(np.float32)
 
@@ -87,7 +86,7 @@ def test_value_gradient_and_figures_are_those_of_trl(lengths, kl, params):
     expected.backward()
 
     def mean(params):
-        sums = grpo_loss(params, CONFIG, batch, settings)
+        sums = grpo_loss(params, CONFIG, batch, grpo=settings)
         return sums["loss"][0] / sums["loss"][1], sums
 
     (found, sums), slopes = jax.value_and_grad(mean, has_aux=True)(params)
@@ -95,6 +94,8 @@ def test_value_gradient_and_figures_are_those_of_trl(lengths, kl, params):
     assert float(found) == pytest.approx(expected.item(), rel=1e-5)
     logged = trainer._metrics["eval"]
     assert 0 < figures["clipped"] == pytest.approx(logged["clip_ratio/region_mean"][0], rel=1e-6)
+    assert figures["answer_length"] == pytest.approx(weights.sum() / B)
+    assert figures["mismatch_kl"] == pytest.approx(15 / weights.sum())
     assert ("kl" in figures) == bool(kl)
     if kl:
         assert figures["kl"] == pytest.approx(logged["kl"][0], rel=1e-5)
@@ -135,85 +136,33 @@ def test_advantages_are_those_of_a_group():
     assert (advantages_of(np.ones((2, 4), np.float32), True) == 0).all()
 
 
-def length_of(prompts, answers):
-    return [len(answer) / 10 for answer in answers]
-
-
-@pytest.fixture(scope="module")
-def rollouts(params):
-    settings = GRPOConfig(group=4, new_tokens=8, temperature=0.9, kl=0.1)
-    return Rollouts(
-        CONFIG,
-        byte_tokenizer(),
-        ["a", "some text", "three"],
-        length_of,
-        settings,
-        batch_size=8,
-        seed=3,
-        reference=jax.tree.map(lambda leaf: 0.9 * leaf, params),
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_row_of_padding_is_no_answer_and_experts_are_balanced(lengths, params):
+    config = with_settings(
+        CONFIG, {"feed_forward": "experts", "experts.n": 4, "experts.balance_loss": 0.5}
     )
-
-
-def test_the_probabilities_of_the_sampler_are_those_of_the_step(params, rollouts):
-    """Each answer is drawn again, from the logits of the forward pass of the step."""
-    state = jf.init_state(params, optax.sgd(0.1))
-    batch = rollouts.rows(5, state)
-    sums = grpo_loss(params, CONFIG, batch, rollouts.settings)
-    mismatch = float(sums["mismatch_kl"][0] / sums["mismatch_kl"][1])
-    assert 0 < abs(mismatch) < 1e-6
-    assert float(sums["clipped"][0]) == 0 and float(sums["kl"][0]) > 0
-    tokenizer = rollouts.tokenizer
-    rules = Sampling(temperature=0.9, vocab_size=tokenizer.vocab_size)
-    logits = jf.forward(params, CONFIG, batch["tokens"], segment_ids=batch["segment_ids"])
-    key = jax.random.fold_in(jax.random.key(3), 5)
-    for row, (targets, weights) in enumerate(zip(batch["targets"], batch["weights"], strict=True)):
-        places = np.flatnonzero(weights)
-        assert 1 <= len(places) <= 8
-        for count, place in enumerate(places):
-            of_token = jax.random.fold_in(jax.random.fold_in(key, row), count)
-            assert draw(logits[row, place][None], of_token, rules)[0] == targets[place]
-    # The prompts of a step are different ones, and each answer is that of its prompt.
-    texts = [
-        tokenizer.decode(np.asarray(tokens)[np.asarray(real) > 0])
-        for tokens, real in zip(batch["tokens"], batch["segment_ids"], strict=True)
-    ]
-    begins = [next(p for p in rollouts.prompts if text.startswith(p)) for text in texts]
-    assert begins[:4] == begins[:1] * 4 and begins[4:] == begins[4:5] * 4 != begins[:4]
-    groups = np.asarray(batch["advantages"]).reshape(2, 4)
-    np.testing.assert_allclose(groups.sum(axis=1), 0, atol=1e-5)
-
-
-def test_a_step_in_microbatches_is_the_whole_one(params, rollouts):
-    state = jf.init_state(params, optax.sgd(0.1))
-    batch = rollouts.rows(0, state)
-    after = []
-    for microbatches in (1, 2):
-        step = jf.make_step(
-            lambda p, b, key: grpo_loss(p, CONFIG, b, rollouts.settings),
-            optax.sgd(0.1),
-            microbatches=microbatches,
-            rowwise=True,
-        )
-        after.append(step(jf.init_state(params, optax.sgd(0.1)), batch)[0].params)
-    for a, b in zip(*map(jax.tree.leaves, after), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({"group": 3}, {}, "batch_size=8 answers do not divide into groups of grpo.group=3"),
-        ({"kl": 0.1}, {}, "grpo.kl=0.1 compares the model with a reference: give one"),
-        ({"new_tokens": 64}, {}, "has 1 tokens, and grpo.new_tokens=64 have to fit"),
-        ({"new_tokens": 8}, {"prompts": []}, "the longest of 0 prompts has 0 tokens"),
-        ({"new_tokens": 8}, {"reward": lambda p, a: [1.0]}, r"an array \[1\]: it must"),
-        ({"new_tokens": 8}, {"reward": lambda p, a: [np.nan] * 8}, "a finite number for each of"),
-    ],
-)
-def test_what_cannot_be_learned_is_refused(changes, options, message, params):
-    given = {"prompts": ["a"], "reward": length_of, "batch_size": 8} | options
-    settings = GRPOConfig(**{"group": 4, "new_tokens": 8} | changes)
-    with pytest.raises(jf.ConfigError, match=message):
-        Rollouts(CONFIG, byte_tokenizer(), settings=settings, **given).rows(
-            0, jf.init_state(params, optax.sgd(0.1))
-        )
+    params = jf.init(config, jax.random.key(0))
+    names = ("sampled_log_probs", "weights")
+    batch = {name: np.zeros((4, T), np.float32) for name in names}
+    batch |= {name: np.zeros(4, np.float32) for name in ("rewards", "mismatch", "advantages")}
+    for name in ("tokens", "targets"):
+        batch[name] = RNG.integers(0, V, (4, T))
+    batch["segment_ids"] = np.ones((4, T), np.int32)
+    for name, value in {"weights": 1, "rewards": 2, "advantages": 3}.items():
+        batch[name][:3] = value
+    batch["segment_ids"][3] = 0
+    batch = jax.tree.map(jnp.asarray, batch)
+    settings = GRPOConfig(lengths=lengths, new_tokens=T)
+    few = {name: array[:3] for name, array in batch.items()}
+    found, expected = (grpo_loss(params, config, each, grpo=settings) for each in (batch, few))
+    for name, (total, weight) in found.items():
+        assert float(total) == pytest.approx(float(expected[name][0]), rel=1e-5), name
+        assert float(weight) == pytest.approx(float(expected[name][1]), rel=1e-5), name
+    total, weight = found["router_balance"]
+    without = with_settings(config, {"experts.balance_loss": 0.0})
+    plain = grpo_loss(params, without, batch, grpo=settings)["loss"][0]
+    added = float(found["loss"][0] - plain)
+    assert (
+        added == pytest.approx(0.5 * float(total / weight * found["loss"][1]), rel=1e-4)
+        and added > 0
+    )
