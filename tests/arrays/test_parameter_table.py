@@ -175,6 +175,20 @@ def test_muon_takes_the_matrices_of_all_stacks_and_no_others(family):
     assert taken_by_muon(config) == expected
 
 
+@pytest.mark.parametrize(
+    "letter, mixer, rank, further",
+    [("d", "delta", 2, "rate decay_down gate_down"), ("s", "mamba2", 0, "")],
+)
+def test_muon_takes_the_projections_of_a_recurrent_layer_and_neither_taps_nor_what_a_head_has(
+    letter, mixer, rank, further
+):
+    changes = {"layer_pattern": letter, "recurrent.rank": rank}
+    config = with_settings(jf.ModelConfig(), SIZES | changes)
+    leaves = f"q k v gate decay out {further}".split()
+    taken = {path for path in taken_by_muon(config) if ".ffn." not in path}
+    assert taken == {f"blocks.{mixer}.{leaf}" for leaf in leaves}
+
+
 def test_a_row_says_which_sequence_it_reads_and_which_is_looked_up():
     config = with_settings(
         jf.ModelConfig(),

@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny_run import PLAIN, assert_same_run, line, logged, saved, train_here, write_text
+from tiny_run import PLAIN, assert_same_run, copy_until, line, logged, saved, train_here, write_text
 
 import jaxformer as jf
 from jaxformer.adapters.low_rank import LowRank
@@ -224,6 +224,31 @@ def test_a_run_over_quantized_experts_resumes_bitwise(base, tmp_path, capsys):
     learned = sum(leaf.size for leaf in jax.tree.leaves(learning))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params)) + 2 * 4 * learned
     assert f"{size / 1024:.1f} KiB of parameters and optimizer state" in printed
+
+
+def test_an_adapter_of_the_codes_of_recurrent_layers_resumes_bitwise(base, tmp_path):
+    """Of both mixers. `jaxformer verify` does the steps of a run without an adapter again."""
+    start = tmp_path / "base", base[1]
+    every = {"model.n_layers": 2, "train.microbatches": 1, "train.eval_every": 0}
+    recurrent = every | {"model.layer_pattern": "ds", "train.steps": 1}
+    assert train_here(line(*start, BASE | recurrent)) == 0
+    every |= {"train.steps": 4, "train.checkpoint_every": 2}
+    changes = {"adapter.base": "nf4", "adapter.targets": "delta, mamba2", "adapter.groups": ""}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_here(adapter_line(whole, start, **every, **changes)) == 0
+    copy_until(2, whole, parts)
+    assert train_here(adapter_line(parts, start, **every, **changes)) == 0
+    assert_same_run(parts, whole)
+    loaded = jf.load(whole)
+    below = jf.without_adapters(loaded.params)
+    wanted = jf.quantize(jf.load(start[0]).params, "nf4")
+    jax.tree.map(np.testing.assert_array_equal, below, wanted)
+    for layer, mixer in (("0", "delta"), ("1", "mamba2")):
+        leaves = loaded.params["blocks"][layer][mixer]
+        learned = {name for name, leaf in leaves.items() if isinstance(leaf, LowRank)}
+        codes = {name for name, leaf in below["blocks"][layer][mixer].items() if is_custom(leaf)}
+        assert codes == {"q", "k", "v", "gate", "out"} <= learned
+        assert all(np.any(np.asarray(leaves[name].b) != 0) for name in learned)
 
 
 @pytest.mark.parametrize("kind", ["float32", "nf4"])

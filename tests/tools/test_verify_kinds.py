@@ -38,6 +38,7 @@ DPO = {"data.objective": "dpo", "data.packing": "stream", "run.init_from": "star
 # The data of a run and its settings; `start` is a run of the fixture.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("text.txt", EXPERTS | {"model.window": 8, "model.window_pattern": "wf"}),
+    "recurrent": ("text.txt", {"model.n_layers": 2, "model.layer_pattern": "ds"}),
     "a prompt": ("text.txt", PROMPT),
     "preferences of an adapter": ("preferences.jsonl", DPO | LORA),
     "masked": ("text.txt", ENCODER),
