@@ -192,6 +192,12 @@ class DataConfig(Section):
     """Field of the output: the target of a pair, the answer to an instruction, the text that
     contrastive brings near its anchor, or what the rewards of grpo compare answers with; grpo reads
     none where it is empty."""
+    negatives_field: str = ""
+    """Field of texts that do not belong to an anchor of contrastive, a text or a list of them;
+    several fields are joined by +, as in negative_1+negative_2. Empty if there is none."""
+    negatives: Natural = 0
+    """Most negatives that are read of a record, the first ones; 0 is the number of the fields that
+    data.negatives_field names."""
     label_field: str = "label"
     """Field of a text's class, or of the list of tags of its words."""
     messages_field: str = ""
@@ -219,6 +225,13 @@ class DataConfig(Section):
     cache_dir: Volatile[str] = "~/.cache/jaxformer/data"
     """Directory in which tokenized text is stored and found again; the URL of one in a bucket is
     shared by all machines that name it."""
+
+    @property
+    def n_negatives(self) -> int:
+        """Return the number of texts of a row of contrastive beside its pair."""
+        if not self.negatives_field:
+            return 0
+        return self.negatives or len(self.negatives_field.split("+"))
 
 
 @dataclass(frozen=True)

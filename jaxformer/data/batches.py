@@ -23,6 +23,7 @@ from jaxformer.tokenizer import byte_tokenizer
 # A record of each kind of field: one word, whose tag is "a" too.
 INVENTED: dict[Kind, Value] = {
     "text": "a",
+    "texts": ("a",),
     "label": "1",
     "prompt": "a",
     "completion": "a",

@@ -31,11 +31,12 @@ from jaxformer.tokenizer.chat import (
     with_beside,
 )
 
-Kind = Literal["text", "label", "words", "tags", "messages", "prompt", "completion"]
+Kind = Literal["text", "texts", "label", "words", "tags", "messages", "prompt", "completion"]
 RawRow = TypeVar("RawRow")
 
 EXPECTED: dict[Kind, str] = {
     "text": "a string",
+    "texts": "a string or a list of strings",
     "label": "a string or a whole number",
     "words": "a list of strings, or a string of words separated by spaces",
     "tags": "a list of strings or whole numbers, or a string of tags separated by spaces",
@@ -53,7 +54,7 @@ class RecordField(NamedTuple):
     """A field of a record: the setting that names it, its name, and what it holds.
 
     `setting` is empty for a field that an objective reads and no setting names. The name of
-    messages may join several fields, as in "prompt+completion".
+    messages or texts may join several fields, as in "prompt+completion".
     """
 
     setting: str
@@ -63,7 +64,7 @@ class RecordField(NamedTuple):
     @property
     def columns(self) -> list[str]:
         """Return the names that the record has for it."""
-        if self.kind == "messages":
+        if self.kind in ("messages", "texts"):
             return self.name.split("+")
         return [self.name]
 
@@ -271,7 +272,11 @@ def _value(row: dict[str, Any], field: RecordField, handler: ErrorHandler) -> Va
     if field.kind == "prompt" and field.name not in row:
         return ()
     *before, entry = [row.get(name) for name in field.columns]
-    if before:
+    if field.kind == "texts":
+        lists = [each if isinstance(each, list) else [each] for each in (*before, entry)]
+        # Tables have null where a record has fewer.
+        entry = [*filter(None, itertools.chain(*lists))]
+    elif before:
         # An input of Alpaca may be empty, and a prompt missing.
         entries = [*filter(None, before), entry]
         if all(isinstance(each, str) for each in entries):
@@ -321,7 +326,7 @@ def _renamed(message: object, handler: ErrorHandler) -> object:
 def _converted(value: Any, kind: Kind, row: Mapping[str, Any] = {}) -> Value | None:
     """Return what a value of JSON is as a field of this kind, None where it cannot be one. Messages
     get the tools and documents of their record, `row`."""
-    if kind in ("words", "tags"):
+    if kind in ("words", "tags", "texts"):
         if isinstance(value, str):
             value = value.split()
         if not isinstance(value, list):
@@ -388,10 +393,10 @@ def one_pair(prompt: Value, *sides: Value) -> Record:
 
 
 def readable(value: Value, kind: Kind) -> str:
-    """Return the text of a field: its words joined by spaces, the contents of messages by line
-    breaks."""
+    """Return the text of a field: its words or texts joined by spaces, the contents of messages by
+    line breaks."""
     if isinstance(value, str):
         return value
-    if kind == "words":
+    if kind in ("words", "texts"):
         return " ".join(value)
     return "\n".join(json.loads(message).get("content", "") for message in value)

@@ -32,7 +32,7 @@ class RowFormat(NamedTuple):
     has these (an encoder's). `token_types` is how many types of tokens the model has, 0 for none;
     where `pair_target` is a name, a row holds two texts, and under that name whether the second
     follows the first. `cut` is what a long example loses first: "prompt", the start of its prompt,
-    or "end", its end alone.
+    or "end", its end alone. `negatives` is how many texts a row of contrastive has beside its pair.
     """
 
     length: int
@@ -41,6 +41,7 @@ class RowFormat(NamedTuple):
     token_types: int = 0
     pair_target: str = ""
     cut: str = "prompt"
+    negatives: int = 0
 
     @property
     def source_lengths(self) -> dict[str, int]:

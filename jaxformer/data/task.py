@@ -59,6 +59,7 @@ FIELD_SETTINGS = {
     "pair": FieldSetting("pair_field", "text", optional=True),
     "source": FieldSetting("source_field", "text"),
     "target": FieldSetting("target_field", "text"),
+    "negatives": FieldSetting("negatives_field", "texts", optional=True),
     "label": FieldSetting("label_field", "label"),
     "expected": FieldSetting("target_field", "label", optional=True),
     "messages": FieldSetting("messages_field", "messages"),

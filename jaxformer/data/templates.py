@@ -75,16 +75,18 @@ class Template(abc.ABC):
 
 
 class SidesTemplate(Template):
-    """Two texts of one example a row, each array [2, T]."""
+    """Two texts of one example a row, each array [2, T], or more with negatives."""
 
     packs = False
 
     def __init__(self, row_format: RowFormat, tokenizer: Tokenizer) -> None:
         super().__init__(row_format, tokenizer)
-        self.capacity = (self.length, self.length)
+        self.capacity = (self.length,) * (2 + row_format.negatives)
+        if row_format.negatives:
+            self.recipe += (str(row_format.negatives),)
 
     def pair(self, sides: list[NumpyBatch]) -> NumpyBatch:
-        """Return the arrays [2, T] of two texts, each padded as a row of its own."""
+        """Return the arrays [2, T] of two texts, or of more, each padded as a row of its own."""
         return stacked([Template.row(self, [side]) for side in sides])
 
     def row(self, examples: list[NumpyBatch]) -> NumpyBatch:
@@ -556,12 +558,25 @@ class TagTemplate(FramedTemplate):
 
 
 class ContrastiveTemplate(SidesTemplate, FramedTemplate):
-    """An anchor and its positive, one pair a row, each array [2, T]: two texts of their own, each
-    in the frame of one text as in `ClassTemplate`, cut at the end and padded with zeros."""
+    """An anchor, its positive and its N negatives, one example a row, each array [2 + N, T]: texts
+    of their own, each in the frame of one text as in `ClassTemplate`, cut at the end and padded
+    with zeros. A negative that a record has not is padding alone."""
+
+    def encode(self, records: list[Record], labels: Labels) -> Iterable[Parts]:
+        count = self.format.negatives
+        padded: list[Record] = []
+        for anchor, positive, *negatives in records:
+            texts = [*itertools.chain(*negatives, [""] * count)]
+            padded.append((anchor, positive, *texts[:count]))
+        return super().encode(padded, labels)
 
     def sizes(self, lengths: np.ndarray) -> np.ndarray:
         return lengths + self.frames[1].added
 
     def arrays(self, *parts: np.ndarray) -> NumpyBatch:
         capacity = self.length - self.frames[1].added
-        return self.pair([self.framed(ids[:capacity]) for ids in parts])
+        sides = [self.framed(ids[:capacity]) for ids in parts]
+        for number, ids in enumerate(parts[2:], 2):
+            if not len(ids):
+                sides[number] = {name: array[:0] for name, array in sides[number].items()}
+        return self.pair(sides)

@@ -8,8 +8,9 @@ preferences  Two completions of one prompt, of which the first is preferred to t
 kto          A completion of a prompt that is desirable or not, [B, 2, T] with "desirable" [B]: the
              second sequence is the same prompt with the completion of another one.
 contrastive  Two texts that belong together, each told from the others of the batch. A batch holds
-             tokens and segment_ids [B, 2, T] (and token_types): a text, the anchor, and one that
-             belongs to it, its positive. The positives of the other pairs are its negatives.
+             tokens and segment_ids [B, 2 + N, T] (and token_types): a text, the anchor, one that
+             belongs to it, its positive, and N that do not, its hard negatives. The positives of
+             the other pairs, and the hard negatives of all, are its negatives.
 """
 
 import math
@@ -77,15 +78,15 @@ def pairs_of(
 
 
 def _sequences(array: Any) -> jax.Array:
-    """Return [2 B, T] of [B, 2, T], in an order in which rows stay on their device."""
+    """Return [S B, T] of [B, S, T], in an order in which rows stay on their device."""
     return jnp.asarray(array).reshape(-1, jnp.shape(array)[-1])
 
 
 def _both_hidden(
     params: Params, config: ModelConfig, batch: Batch, key: jax.Array | None
 ) -> tuple[Float[Array, "S T D"], Inputs, Aux]:
-    """Return the residual stream of both sequences of all pairs, S = 2 B, what the model read, and
-    the `Aux` of its layers."""
+    """Return the residual stream of both sequences of all pairs, S = 2 B, or of more, what the
+    model read, and the `Aux` of its layers."""
     arrays = {name: _sequences(batch[name]) for name in INPUT_NAMES if name in batch}
     inputs = inputs_of(arrays)
     x, _, aux = hidden(params, config, inputs, key=key if config.has_dropout else None)
@@ -317,10 +318,12 @@ def contrastive_loss(
     (arXiv:1908.10084, arXiv:2212.03533).
 
     With a_i and p_i the vectors of length 1 of `jf.embed`, s_ij = a_i . p_j / temperature, and
-    loss_i = -(log softmax_j(s_ij)_i + log softmax_j(s_ji)_i) / 2. Negatives are those of the batch
-    that the loss is called with: under a mesh those of all devices, and in a step of several
-    microbatches those of the microbatch. Two pairs with one anchor, or with one positive, are not
-    each other's negatives. A pair whose texts are padding, which only fills a batch, is none.
+    loss_i = -(log softmax_j(s_ij)_i + log softmax_j(s_ji)_i) / 2. In the first of the two softmaxes
+    j is also each hard negative of the batch, those after the pair of each row. Negatives are those
+    of the batch that the loss is called with: under a mesh those of all devices, and in a step of
+    several microbatches those of the microbatch. Two pairs with one anchor, or with one positive,
+    are not each other's negatives, nor is a text that equals the positive of an anchor. A pair
+    whose texts are padding, which only fills a batch, is none, and neither is such a negative.
 
     With `widths` the loss is the mean of those of the first so many numbers of the vectors, made
     to length 1 again, and of the whole vectors (arXiv:2205.13147). ConfigError for a width beyond
@@ -329,41 +332,50 @@ def contrastive_loss(
     "accuracy" is how often the positive of an anchor is the nearest of the batch. Losses and
     metrics of the layers are there by name. Dropout needs a key.
     """
-    pairs = len(batch["tokens"])
+    tokens = batch["tokens"]
+    pairs, sides, _ = tokens.shape
     x, inputs, aux = _both_hidden(params, config, batch, key)
-    # [B, 2, D], each of length 1.
-    vectors = row_vectors(config, x, inputs.layout).reshape(pairs, 2, -1)
+    # [B, 2 + N, D], each of length 1.
+    vectors = row_vectors(config, x, inputs.layout).reshape(pairs, sides, -1)
     segments = inputs.layout.segments
-    real = jnp.ones(pairs, bool)
+    is_text = jnp.ones((pairs, sides), bool)
     if segments is not None:
-        real = (segments.reshape(pairs, -1) != 0).any(axis=1)
+        segments = segments.reshape(tokens.shape)
+        is_text = (segments != 0).any(axis=-1)
+        tokens = jnp.where(segments != 0, tokens, -1)
+    real = is_text.any(axis=1)
     whole = vectors.shape[-1]
     if any(not 0 < width <= whole for width in widths):
         raise ConfigError(
             f"contrastive: widths={widths} must be between 1 and {whole}, the width of the vectors."
         )
-    tokens = batch["tokens"]
-    if segments is not None:
-        tokens = jnp.where(segments.reshape(tokens.shape) != 0, tokens, -1)
-    # [B, B]: what anchor i is told from, and positive i too.
-    compared = real & real[:, None]
-    for side in (0, 1):
-        texts = tokens[:, side]
-        is_same = (texts[:, None] == constrain(texts, (None, None))).all(axis=-1)
-        compared &= ~is_same | jnp.eye(pairs, dtype=bool)
+
+    def candidates(array: jax.Array) -> jax.Array:
+        """Return the positives of all pairs, and then all hard negatives: [C, n] on every device of
+        [B, 2 + N, n]."""
+        of_sides = array[:, 1:].swapaxes(0, 1)
+        return constrain(of_sides.reshape(-1, array.shape[-1]), (None, None))
+
+    # [B, C]: what anchor i is told from, and by the first B columns positive i too.
+    same = (tokens[:, 1, None] == candidates(tokens)).all(axis=-1)
+    anchors = tokens[:, 0]
+    same_anchor = (anchors[:, None] == constrain(anchors, (None, None))).all(axis=-1)
+    same = same.at[:, :pairs].set(same[:, :pairs] | same_anchor)
+    others = candidates(is_text[..., None])[:, 0] & ~same
+    compared = real[:, None] & (others | jnp.eye(pairs, same.shape[1], dtype=bool))
 
     def nats_and_scores(vectors: jax.Array) -> tuple[jax.Array, jax.Array]:
         anchors = vectors[:, 0]
-        positives = vectors[:, 1]
-        matched = (anchors * positives).sum(axis=1) / temperature
-        # Every device compares its anchors with the positives of all.
-        # [B, D] on every device: B x D numbers are sent, and no scores.
-        gathered = constrain(positives, (None, None))
+        matched = (anchors * vectors[:, 1]).sum(axis=1) / temperature
+        # Every device compares its anchors with the texts of all.
+        # [C, D] on every device: C x D numbers are sent, and no scores.
+        gathered = candidates(vectors)
         scores = jnp.einsum("ID,JD->IJ", anchors, gathered, precision=jax.lax.Precision.HIGHEST)
         # Finite, so that a row of padding alone has a finite gradient.
         scores = jnp.where(compared, scores / temperature, jnp.finfo(jnp.float32).min)
         # [B]: the anchor finds its positive, and the positive its anchor; the mean of both.
-        both = jax.nn.logsumexp(scores, axis=1) + jax.nn.logsumexp(scores, axis=0)
+        of_positives = jax.nn.logsumexp(scores[:, :pairs], axis=0)
+        both = jax.nn.logsumexp(scores, axis=1) + of_positives
         return both / 2 - matched, scores
 
     nats, scores = nats_and_scores(vectors)

@@ -174,7 +174,7 @@ OBJECTIVES: Table[Objective] = Table(
         "contrastive": Objective(
             ("encoder", "decoder"),
             "none",
-            ("source", "target"),
+            ("source", "target", "negatives"),
             MARKS,
             ContrastiveTemplate,
             loss="jaxformer.losses.pairs:contrastive_loss",
@@ -274,6 +274,11 @@ def objective_of(model: ModelConfig, data: DataConfig) -> str:
             f"data.cut={data.cut} says how examples of data.objective=sft are cut, and here is"
             f" data.objective={name}: leave it out."
         )
+    if data.negatives_field and "negatives" not in row.fields:
+        raise ConfigError(
+            f"data.negatives_field={data.negatives_field!r} names texts that data.objective={name}"
+            " does not read: set data.objective=contrastive, or leave it empty."
+        )
     is_text = reads_plain_text(row.template, row.rows)
     is_written = name in ("sft", *get_args(PreferenceObjective))
     if {"never": is_written, "always": not is_text}.get(data.bos, False):
@@ -363,6 +368,7 @@ def row_format(model: ModelConfig, data: DataConfig) -> RowFormat:
         token_types=model.embedding.token_types,
         pair_target=next(iter(model.second_heads), ""),
         cut=data.cut,
+        negatives=data.n_negatives,
     )
 
 

@@ -132,8 +132,10 @@ class Resolved:
 
     @property
     def sequences(self) -> int:
-        """Sequences of the model in a step: a row of the batch is one, or the two of a pair."""
-        return self.run.train.batch_size * self.objective.sequences
+        """Sequences of the model in a step: a row of the batch is one, or the two of a pair and
+        its negatives."""
+        of_row = self.objective.sequences + self.run.data.n_negatives
+        return self.run.train.batch_size * of_row
 
     @property
     def tokens_per_step(self) -> int:

@@ -351,7 +351,7 @@ def _head(plan: Plan) -> dict[str, str | list[str]]:
     if planned.source_length:
         rows_of_step += f" and sources of {planned.source_length:,}"
     if planned.of_pairs:
-        rows_of_step += f", both of {run.train.batch_size:,} pairs"
+        rows_of_step += f", those of {run.train.batch_size:,} pairs"
     rows_of_step += ", with segment ids" if planned.packed else ", without segment ids"
     microbatches = "microbatches"
     if run.train.n_microbatches == 1:
