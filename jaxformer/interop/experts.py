@@ -284,6 +284,14 @@ GPT_OSS = decoder_like(
 LATENT_BLOCKS = "blocks.latent."
 
 
+def shared_rows(module: str) -> tuple[TensorRow, ...]:
+    """Return the rows of the shared expert."""
+    return tuple(
+        TensorRow(f"{LAYER}{module}.{name}_proj.weight", f"{EXPERT_BLOCKS}shared.{name}", LINEAR)
+        for name in ("gate", "up", "down")
+    )
+
+
 def latent_rows(experts: str, trunk: tuple[TensorRow, ...]) -> tuple[TensorRow, ...]:
     """Return the rows of a family with latent attention, and with experts below `experts`, whose
     rows and those of the trunk are `trunk`."""
@@ -304,14 +312,7 @@ def latent_rows(experts: str, trunk: tuple[TensorRow, ...]) -> tuple[TensorRow, 
         ),
         *linear(LAYER + "self_attn.o_proj", f"{LATENT_BLOCKS}out"),
         TensorRow(f"{LAYER}{experts}.gate.e_score_correction_bias", f"{EXPERT_BLOCKS}router_bias"),
-        *(
-            TensorRow(
-                f"{LAYER}{experts}.shared_experts.{name}_proj.weight",
-                f"{EXPERT_BLOCKS}shared.{name}",
-                LINEAR,
-            )
-            for name in ("gate", "up", "down")
-        ),
+        *shared_rows(f"{experts}.shared_experts"),
     )
 
 

@@ -3,7 +3,7 @@ ones can be reported."""
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -58,6 +58,10 @@ class HFConfig:
     values: Mapping[str, Any]
     names: Collection[str] | None = ()
     keys_read: set[str] = field(default_factory=set)
+
+    def with_values(self, values: Mapping[str, Any]) -> "HFConfig":
+        """Return these keys with other values of some, and the same record of what was read."""
+        return replace(self, values={**self.values, **values})
 
     def get(self, key: str, default: Any = None) -> Any:
         self.keys_read.add(key)

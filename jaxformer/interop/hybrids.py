@@ -19,6 +19,7 @@ from jaxformer.interop.experts import (
     read_sparse_layers,
     routed,
     shared_experts,
+    shared_rows,
     written_sparse_layers,
 )
 from jaxformer.interop.family import INV_FREQ, decoder_like
@@ -72,28 +73,27 @@ from jaxformer.layers.pattern import layer_configs
 LINEAR_ATTENTION = "linear_attention"
 # The kinds of layers in files of transformers 4.
 OLDER_KINDS = {"mamba": LINEAR_ATTENTION, "attention": FULL}
-DELTA = "blocks.delta."
 
 
-def leaves(names: str) -> tuple[str, ...]:
+def leaves(mixer: str, names: str) -> tuple[str, ...]:
     """Return the paths of these leaves of a recurrent layer, whose names are separated by
     spaces."""
-    return tuple(f"{DELTA}{name}" for name in names.split())
+    return tuple(f"blocks.{mixer}.{name}" for name in names.split())
 
 
-def delta_rows(module: str, **weights: str) -> tuple[TensorRow, ...]:
+def recurrent_rows(mixer: str, module: str, **weights: str) -> tuple[TensorRow, ...]:
     """Return the rows of a recurrent layer, whose module has `weights`: the leaves of each."""
     rows = [
-        TensorRow(f"{LAYER}{module}.dt_bias", f"{DELTA}step_bias"),
-        TensorRow(f"{LAYER}{module}.A_log", f"{DELTA}log_speed"),
+        TensorRow(f"{LAYER}{module}.dt_bias", leaves(mixer, "step_bias")),
+        TensorRow(f"{LAYER}{module}.A_log", leaves(mixer, "log_speed")),
     ]
-    for name, paths in weights.items():
+    for name, names in weights.items():
         transform = LINEAR
         if name.endswith("norm"):
             transform = SAME
         elif name.endswith("conv1d"):
             transform = TAPS
-        rows.append(TensorRow(f"{LAYER}{module}.{name}.weight", leaves(paths), transform))
+        rows.append(TensorRow(f"{LAYER}{module}.{name}.weight", leaves(mixer, names), transform))
     return tuple(rows)
 
 
@@ -161,15 +161,12 @@ QWEN3_NEXT_ROWS = (
             LAYER + "self_attn.q_proj", ("blocks.attention.q", "blocks.attention.gate"), BY_HEAD
         ),
     ),
-    *(
-        TensorRow(
-            f"{LAYER}mlp.shared_expert.{name}_proj.weight", f"{EXPERT_BLOCKS}shared.{name}", LINEAR
-        )
-        for name in ("gate", "up", "down")
-    ),
+    *shared_rows("mlp.shared_expert"),
     TensorRow(LAYER + "mlp.shared_expert_gate.weight", f"{EXPERT_BLOCKS}shared_gate", LINEAR),
     *norm(LAYER + "input_layernorm", "blocks.delta_norm"),
-    *delta_rows("linear_attn", conv1d="q_taps k_taps v_taps", norm="norm", out_proj="out"),
+    *recurrent_rows(
+        "delta", "linear_attn", conv1d="q_taps k_taps v_taps", norm="norm", out_proj="out"
+    ),
 )
 
 
@@ -178,8 +175,8 @@ def qwen3_next_rows(config: ModelConfig) -> tuple[TensorRow, ...]:
     groups = by_groups(config.recurrent_key_heads)
     return (
         *QWEN3_NEXT_ROWS,
-        TensorRow(LAYER + "linear_attn.in_proj_qkvz.weight", leaves("q k v gate"), groups),
-        TensorRow(LAYER + "linear_attn.in_proj_ba.weight", leaves("rate decay"), groups),
+        TensorRow(LAYER + "linear_attn.in_proj_qkvz.weight", leaves("delta", "q k v gate"), groups),
+        TensorRow(LAYER + "linear_attn.in_proj_ba.weight", leaves("delta", "rate decay"), groups),
     )
 
 
@@ -234,7 +231,8 @@ OLMO_HYBRID = decoder_like(
         *OLMO2_ROWS,
         *norm(LAYER + "attention_layer_norm", "blocks.delta_norm"),
         *norm(LAYER + "feedforward_layer_norm", "blocks.ffn_norm"),
-        *delta_rows(
+        *recurrent_rows(
+            "delta",
             "linear_attn",
             **CONVOLUTIONS,
             q_proj="q",
@@ -289,7 +287,7 @@ class KimiLayers(RecurrentLayers):
             values: Keys = {"layer_types": kinds}
             for key, name in KIMI_SIZES.items():
                 values[key] = table.get(name)
-            hf = HFConfig({**hf.values, **values}, hf.names, hf.keys_read)
+            hf = hf.with_values(values)
         return super().read(hf)
 
     def write(self, config: ModelConfig) -> Keys:
@@ -320,8 +318,7 @@ class KimiExperts(DenseLayers):
         if kinds is not None:
             sparse = hf.whole("num_hidden_layers") - dense
             hf.only("mlp_layer_types", (["dense"] * dense + ["sparse"] * sparse,))
-        values = {**hf.values, "first_k_dense_replace": dense}
-        return super().read(HFConfig(values, hf.names, hf.keys_read))
+        return super().read(hf.with_values({"first_k_dense_replace": dense}))
 
 
 KIMI_LINEAR = decoder_like(
@@ -332,7 +329,8 @@ KIMI_LINEAR = decoder_like(
         *linear(LAYER + "self_attn.q_proj", "blocks.latent.q"),
         *norm(LAYER + "input_layernorm", "blocks.delta_norm"),
         *with_rows(
-            delta_rows(
+            recurrent_rows(
+                "delta",
                 "self_attn",
                 **CONVOLUTIONS,
                 q_proj="q",
@@ -346,7 +344,7 @@ KIMI_LINEAR = decoder_like(
                 o_norm="norm",
                 o_proj="out",
             ),
-            TensorRow(LAYER + "self_attn.A_log", f"{DELTA}log_speed", AS_4D),
+            TensorRow(LAYER + "self_attn.A_log", leaves("delta", "log_speed"), AS_4D),
         ),
     ),
     (
@@ -387,7 +385,7 @@ KIMI_LINEAR = decoder_like(
     module_rows=(
         *EXPERT_PARAMETERS,
         *latent_rows("mlp", ()),
-        *delta_rows("self_attn.forget_gate", f_a_proj="decay_down", f_b_proj="decay"),
+        *recurrent_rows("delta", "self_attn.forget_gate", f_a_proj="decay_down", f_b_proj="decay"),
     ),
     # transformers writes the names of experts for dense layers too.
     renamed=((r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj"),),
@@ -396,25 +394,20 @@ KIMI_LINEAR = decoder_like(
 
 # Decoders with layers of Mamba-2: Bamba and Granite 4.
 
-MAMBA2_LAYERS = "blocks.mamba2."
-# The parts of the input of its convolution.
-CONVOLVED = (f"{MAMBA2_LAYERS}v", f"{MAMBA2_LAYERS}k", f"{MAMBA2_LAYERS}q")
 MAMBA2_ROWS = (
     *norm(LAYER + "input_layernorm", "blocks.mamba2_norm"),
-    TensorRow(
-        LAYER + "mamba.in_proj.weight",
-        (f"{MAMBA2_LAYERS}gate", *CONVOLVED, f"{MAMBA2_LAYERS}decay"),
-        LINEAR,
+    *recurrent_rows(
+        "mamba2",
+        "mamba",
+        in_proj="gate v k q decay",
+        conv1d="v_taps k_taps q_taps",
+        norm="norm",
+        out_proj="out",
     ),
-    TensorRow(LAYER + "mamba.conv1d.weight", tuple(f"{leaf}_taps" for leaf in CONVOLVED), TAPS),
     TensorRow(
-        LAYER + "mamba.conv1d.bias", tuple(f"{leaf}_taps_bias" for leaf in CONVOLVED), LINEAR
+        LAYER + "mamba.conv1d.bias", leaves("mamba2", "v_taps_bias k_taps_bias q_taps_bias"), LINEAR
     ),
-    TensorRow(LAYER + "mamba.dt_bias", f"{MAMBA2_LAYERS}step_bias"),
-    TensorRow(LAYER + "mamba.A_log", f"{MAMBA2_LAYERS}log_speed"),
-    TensorRow(LAYER + "mamba.D", f"{MAMBA2_LAYERS}skip"),
-    TensorRow(LAYER + "mamba.norm.weight", f"{MAMBA2_LAYERS}norm"),
-    TensorRow(LAYER + "mamba.out_proj.weight", f"{MAMBA2_LAYERS}out", LINEAR),
+    TensorRow(LAYER + "mamba.D", "blocks.mamba2.skip"),
 )
 
 
@@ -461,7 +454,7 @@ class BambaLayers(RecurrentLayers):
             raise hf.unsupported("attn_layer_indices", attending, [f"numbers below {layers}"])
         kinds = [FULL if i in attending else LINEAR_ATTENTION for i in range(layers)]
         hf.keys_read.add("layer_types")
-        return super().read(HFConfig({**hf.values, "layer_types": kinds}, hf.names, hf.keys_read))
+        return super().read(hf.with_values({"layer_types": kinds}))
 
     def write(self, config: ModelConfig) -> Keys:
         keys = super().write(config)

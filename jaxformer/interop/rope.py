@@ -221,7 +221,7 @@ class TemperedRope(RopeKeys):
         slope = hf.checked_number(f"rope_parameters.{TEMPERATURE}", entry.pop(TEMPERATURE, None))
         original = hf.checked_number(f"rope_parameters.{ORIGINAL}", entry.get(ORIGINAL))
         entry.pop("max_position_embeddings", None)  # repeats the key of the model
-        table = HFConfig({**hf.values, "rope_parameters": entry}, hf.names, hf.keys_read)
+        table = hf.with_values({"rope_parameters": entry})
         tempered = {"attention.temperature": float(slope), "rope.original_length": original}
         return super().read(table) | tempered
 

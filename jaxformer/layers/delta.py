@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.arrays.params import Params, Spec, Specs, ones
-from jaxformer.arrays.sharding import Axes
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.exchange import DIVIDED_TOKENS
 from jaxformer.layers.linear import linear
@@ -27,14 +26,14 @@ from jaxformer.layers.norm import rms_norm
 from jaxformer.layers.output import Aux, Output
 from jaxformer.layers.recurrence import (
     Recurrence,
-    log_steps,
+    of_latent,
     projection,
     read_texts,
+    recurrent_mixer,
     recurrent_specs,
-    start,
-    stored,
+    steps,
 )
-from jaxformer.layers.sublayer import Call, Sublayer
+from jaxformer.layers.sublayer import Call
 
 # Added to the squared length of a query or a key, as in the library of the paper's authors.
 SMALLEST_SQUARE = 1e-6
@@ -42,21 +41,12 @@ GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 def delta_specs(config: ModelConfig) -> Specs:
-    """Return the rows of the recurrence, those of decay and rate with what the decay has of each
-    head, and of the norm."""
+    """Return the rows of the recurrence, those of the rate and of the norm, and with a rank those
+    of the latents of gate and decay."""
     specs = recurrent_specs(config)
-    n, w, _ = specs["out"].shape
-    decayed: tuple[int, ...] = (n,)
-    axes: tuple[str, ...] = ("heads",)
-    if config.recurrent.decay == "channel":
-        decayed = (n, specs["q"].shape[2])
-        axes = ("heads", "head_dim")
     specs |= {
-        # As with a router, a small error of these is one of all later tokens.
-        "decay": projection(config, decayed, axes, quantizable=False),
-        "rate": projection(config, (n,), ("heads",), quantizable=False),
-        "step_bias": Spec(decayed, axes, log_steps),
-        "norm": Spec((w,), ("norm",), ones),
+        "rate": projection(config, (config.recurrent_heads,), ("heads",), quantizable=False),
+        "norm": Spec((config.recurrent_value_width,), ("norm",), ones),
     }
     rank = config.recurrent.rank
     if rank:
@@ -71,47 +61,26 @@ def delta_specs(config: ModelConfig) -> Specs:
 def delta(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     """Read the tokens before each in its text, and with a cache those that were read before:
     [B, T, D] -> [B, T, D]."""
-    log_decay, rate = decay_and_rate(params, config, x)
+    step = steps(params, config, x)
+    if config.recurrent.decay == "head":
+        step = step[..., None]
+    log_decay = -jnp.exp(params["log_speed"])[:, None] * step
     log_decay, captures = call.request.apply("delta_log_decay", log_decay)
+    rate = linear("BTD,DN->BTN", params, "rate", x, point="gate").astype(jnp.float32)
+    rate = jax.nn.sigmoid(rate)
+    if config.recurrent.negative_eigenvalues:
+        # That of the key of a token is a (1 - b).
+        rate = 2 * rate
     rate, captured = call.request.apply("delta_rate", rate)
     captures |= captured
     out, cache, aux = read_texts(params, config, x, call, log_decay, rate, _of_length_one)
-    gate = _product("BTD,DNH->BTNH", params, "gate", x, DIVIDED_TOKENS)
+    gate = of_latent("BTD,DNH->BTNH", params, "gate", x, DIVIDED_TOKENS)
     gate = GATES[config.recurrent.gate](gate.astype(jnp.float32))
     out = rms_norm(out, params["norm"], config.recurrent.norm_eps or config.norm_eps) * gate
     out = linear(
         "BTNH,NHD->BTD", params, "out", out.astype(x.dtype), to=("batch", "sequence", None)
     )
     return Output(out, cache, Aux(captures=captures | aux.captures))
-
-
-def _product(
-    equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None
-) -> jax.Array:
-    """Return the product with the weight of this name, of the token or of its latent."""
-    if f"{name}_down" in params:
-        x = linear("BTD,DC->BTC", params, f"{name}_down", x, point="latent")
-    return linear(equation, params, name, x, to=to, point="gate")
-
-
-def decay_and_rate(
-    params: Params, config: ModelConfig, x: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the logarithm of the decay [B, T, N, G] and the rate [B, T, N] of each token,
-    float32."""
-    by_channel = config.recurrent.decay == "channel"
-    equation = "BTD,DNH->BTNH" if by_channel else "BTD,DN->BTN"
-    step = _product(equation, params, "decay", x).astype(jnp.float32)
-    step = jax.nn.softplus(step + params["step_bias"])
-    if not by_channel:
-        step = step[..., None]
-    rate = jax.nn.sigmoid(
-        linear("BTD,DN->BTN", params, "rate", x, point="gate").astype(jnp.float32)
-    )
-    if config.recurrent.negative_eigenvalues:
-        # That of the key of a token is a (1 - b).
-        rate = 2 * rate
-    return -jnp.exp(params["log_speed"])[:, None] * step, rate
 
 
 def _of_length_one(tokens: Recurrence) -> Recurrence:
@@ -127,19 +96,6 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + SMALLEST_SQUARE)
 
 
-def _flops(config: ModelConfig, keys: int | float) -> int | float:
-    """Return FLOPs per token of the products inside a chunk and of those with the state, whatever
-    the number of tokens before."""
-    specs = delta_specs(config)
-    n, w, _ = specs["out"].shape
-    _, shared, h = specs["q"].shape
-    chunk = config.recurrent.chunk
-    # Scores of keys and of queries, of those heads alone; half of a square for the solution of both
-    # sides, the sum of values; the state is read by queries and keys, and written.
-    scores = 4 * chunk * shared * h
-    return scores + n * (2 * chunk * w + chunk * (h + w) + 6 * h * w)
-
-
 def _formula(config: ModelConfig) -> tuple[str, ...]:
     width = config.recurrent.convolution
     down = " W_{}'" if config.recurrent.rank else ""
@@ -153,15 +109,4 @@ def _formula(config: ModelConfig) -> tuple[str, ...]:
     )
 
 
-GATED_DELTA = Sublayer(
-    specs=delta_specs,
-    apply=delta,
-    product="out",
-    stored=stored,
-    gradients=("q", "k", "v", "gate", "convolved"),
-    formula=_formula,
-    scores=_flops,
-    start=start,
-    in_order=True,
-    capture="delta_out",
-)
+GATED_DELTA = recurrent_mixer("delta", delta_specs, delta, _formula)

@@ -22,28 +22,23 @@ from jaxformer.layers.linear import linear
 from jaxformer.layers.output import Aux, Output
 from jaxformer.layers.recurrence import (
     Recurrence,
-    log_steps,
-    projection,
     read_texts,
+    recurrent_mixer,
     recurrent_specs,
-    start,
-    stored,
+    steps,
 )
-from jaxformer.layers.sublayer import Call, Sublayer
+from jaxformer.layers.sublayer import Call
 
 
 def mamba2_specs(config: ModelConfig) -> Specs:
-    """Return the rows of the recurrence, biases of the convolutions, and the rows of the decay, the
-    skip connection and the norm."""
+    """Return the rows of the recurrence, biases of the convolutions, and the rows of the skip
+    connection and the norm."""
     specs = recurrent_specs(config)
     n, w, _ = specs["out"].shape
     for name in ("q", "k", "v"):
         taps = specs[f"{name}_taps"]
         specs[f"{name}_taps_bias"] = Spec(taps.shape[:-1], taps.axes[:-1], zeros)
     return specs | {
-        # As with a router, a small error of it is one of all later tokens.
-        "decay": projection(config, (n,), ("heads",), quantizable=False),
-        "step_bias": Spec((n,), ("heads",), log_steps),
         "skip": Spec((n,), ("heads",), ones),
         "norm": Spec((n, w), ("heads", "head_dim"), ones),
     }
@@ -52,9 +47,7 @@ def mamba2_specs(config: ModelConfig) -> Specs:
 def mamba2(params: Params, config: ModelConfig, x: jax.Array, call: Call) -> Output:
     """Read the tokens before each in its text, and with a cache those that were read before:
     [B, T, D] -> [B, T, D]."""
-    step = linear("BTD,DN->BTN", params, "decay", x, point="gate").astype(jnp.float32)
-    step = jax.nn.softplus(step + params["step_bias"])
-    step, captures = call.request.apply("mamba2_step", step)
+    step, captures = call.request.apply("mamba2_step", steps(params, config, x))
     log_decay = (-jnp.exp(params["log_speed"]) * step)[..., None]
     out, cache, aux = read_texts(params, config, x, call, log_decay, step, _stepped)
     gate = linear("BTD,DNH->BTNH", params, "gate", x, to=DIVIDED_TOKENS).astype(jnp.float32)
@@ -82,17 +75,6 @@ def _norm_of_groups(params: Params, config: ModelConfig, x: jax.Array) -> jax.Ar
     return x * root[..., None] * params["norm"]
 
 
-def _flops(config: ModelConfig, keys: int | float) -> int | float:
-    """Return FLOPs per token of the products inside a chunk and of those with the state, whatever
-    the number of tokens before."""
-    specs = mamba2_specs(config)
-    n, w, _ = specs["out"].shape
-    _, groups, h = specs["q"].shape
-    chunk = config.recurrent.chunk
-    # Scores of a group, the sum of values; the state is read and written.
-    return 2 * chunk * groups * h + n * (2 * chunk * w + 4 * h * w)
-
-
 def _formula(config: ModelConfig) -> tuple[str, ...]:
     width = config.recurrent.convolution
     return (
@@ -103,15 +85,4 @@ def _formula(config: ModelConfig) -> tuple[str, ...]:
     )
 
 
-MAMBA2 = Sublayer(
-    specs=mamba2_specs,
-    apply=mamba2,
-    product="out",
-    stored=stored,
-    gradients=("q", "k", "v", "gate", "convolved"),
-    formula=_formula,
-    scores=_flops,
-    start=start,
-    in_order=True,
-    capture="mamba2_out",
-)
+MAMBA2 = recurrent_mixer("mamba2", mamba2_specs, mamba2, _formula)

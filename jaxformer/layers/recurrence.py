@@ -30,13 +30,20 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxformer.arrays.params import Params, Spec, Specs, wide_product
-from jaxformer.arrays.sharding import activation, constrain, explicit_axes, free_axes, on_devices
+from jaxformer.arrays.sharding import (
+    Axes,
+    activation,
+    constrain,
+    explicit_axes,
+    free_axes,
+    on_devices,
+)
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.exchange import CONTEXT, DIVIDED_TOKENS, devices_along
 from jaxformer.layers.linear import INITIALIZERS, linear
 from jaxformer.layers.masks import AttentionMask, segment_ids
 from jaxformer.layers.output import Aux, Output
-from jaxformer.layers.sublayer import Call, Sizes, StoredArray
+from jaxformer.layers.sublayer import Call, Sizes, StoredArray, Sublayer
 
 
 class Recurrence(NamedTuple):
@@ -291,7 +298,8 @@ def projection(
 
 def recurrent_specs(config: ModelConfig) -> Specs:
     """Return the rows that every mixer with a recurrence has: q, k, v and gate, the taps of the
-    convolutions of the first three, the logarithm of the speed at which a head decays, and out."""
+    convolutions of the first three, the logarithm of the speed at which a head decays, the
+    projection and the bias of its steps, and out."""
     d = config.d_model
     n = config.recurrent_heads
     shared = config.recurrent_key_heads
@@ -301,6 +309,11 @@ def recurrent_specs(config: ModelConfig) -> Specs:
     key = ("kv_heads", "head_dim")
     value = ("heads", "head_dim")
     residual = INITIALIZERS[config.init](config).residual
+    decayed: tuple[int, ...] = (n,)
+    decayed_axes: tuple[str, ...] = ("heads",)
+    if config.recurrent.decay == "channel":
+        decayed = (n, h)
+        decayed_axes = value
 
     def taps(shape: tuple[int, int], axes: tuple[str, ...]) -> Spec:
         return Spec((*shape, width), (*axes, "tap"), _uniform_taps)
@@ -314,6 +327,9 @@ def recurrent_specs(config: ModelConfig) -> Specs:
         "k_taps": taps((shared, h), key),
         "v_taps": taps((n, w), value),
         "log_speed": Spec((n,), ("heads",), _log_speeds),
+        # As with a router, a small error of a step is one of all later tokens.
+        "decay": projection(config, decayed, decayed_axes, quantizable=False),
+        "step_bias": Spec(decayed, decayed_axes, _log_steps),
         "out": Spec((n, w, d), (*value, "embed"), residual, inputs=value),
     }
 
@@ -329,12 +345,31 @@ def _log_speeds(key: jax.Array, spec: Spec) -> jax.Array:
     return jnp.log(jax.random.uniform(key, spec.shape, minval=1.0, maxval=16.0))
 
 
-def log_steps(key: jax.Array, spec: Spec) -> jax.Array:
+def _log_steps(key: jax.Array, spec: Spec) -> jax.Array:
     """Draw the inverse of softplus of steps between 0.001 and 0.1, uniform in their logarithm."""
     shortest = math.log(1e-3)
     longest = math.log(0.1)
     step = jnp.exp(jax.random.uniform(key, spec.shape, minval=shortest, maxval=longest))
     return step + jnp.log(-jnp.expm1(-step))
+
+
+def of_latent(
+    equation: str, params: Params, name: str, x: jax.Array, to: Axes | None = None
+) -> jax.Array:
+    """Return the product with the weight of this name, of the token or of its latent."""
+    if f"{name}_down" in params:
+        x = linear("BTD,DC->BTC", params, f"{name}_down", x, point="latent")
+    return linear(equation, params, name, x, to=to, point="gate")
+
+
+def steps(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return the length of the step of each token, by which a head decays, [B, T, N] float32, or
+    each of its channels, [B, T, N, H]."""
+    equation = "BTD,DN->BTN"
+    if config.recurrent.decay == "channel":
+        equation = "BTD,DNH->BTNH"
+    step = of_latent(equation, params, "decay", x).astype(jnp.float32)
+    return jax.nn.softplus(step + params["step_bias"])
 
 
 def start(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -> dict[str, jax.Array]:
@@ -346,8 +381,8 @@ def start(config: ModelConfig, batch: int, slots: int, dtype: DTypeLike) -> dict
         name: jnp.zeros((batch, config.recurrent.convolution - 1, *specs[name].shape[1:]), dtype)
         for name in ("q", "k", "v")
     }
-    n, w, _ = specs["out"].shape
-    state = jnp.zeros((batch, n, specs["q"].shape[2], w), jnp.float32)
+    sizes = config.recurrent_heads, config.recurrent_key_width, config.recurrent_value_width
+    state = jnp.zeros((batch, *sizes), jnp.float32)
     state = constrain(state, ("batch", "heads", None, None))
     return kept | {"state": state, "segment": jnp.zeros(batch, jnp.int32)}
 
@@ -467,7 +502,7 @@ def _on_device(
     return out, new | {"state": state}
 
 
-def stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
+def _stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     """Return the products, what the convolutions make of them, and a state for each chunk."""
     specs = recurrent_specs(config)
     sum_of_widths = 0.0
@@ -483,3 +518,40 @@ def stored(config: ModelConfig, sizes: Sizes) -> list[StoredArray]:
     convolved = StoredArray("convolved", (sum_of_widths - out) * sizes.number)
     # In float32: the states, and the output before its norm.
     return [*arrays, convolved, StoredArray("attention", 4 * states), StoredArray("read", 4 * out)]
+
+
+def _flops(config: ModelConfig, keys: int | float) -> int | float:
+    """Return FLOPs per token of the products inside a chunk and of those with the state, whatever
+    the number of tokens before."""
+    n = config.recurrent_heads
+    h = config.recurrent_key_width
+    w = config.recurrent_value_width
+    chunk = config.recurrent.chunk
+    # Scores of queries, of those heads alone; the sum of values; the state is read and written.
+    scores = 2 * chunk * config.recurrent_key_heads * h
+    total = scores + n * (2 * chunk * w + 4 * h * w)
+    if config.mixer == "delta":
+        # Scores of keys, half of a square for the solution of both sides; keys read the state.
+        total += scores + n * (chunk * (h + w) + 2 * h * w)
+    return total
+
+
+def recurrent_mixer(
+    name: str,
+    specs: Callable[[ModelConfig], Specs],
+    apply: Callable[[Params, ModelConfig, jax.Array, Call], Output],
+    formula: Callable[[ModelConfig], tuple[str, ...]],
+) -> Sublayer:
+    """Return the row of a mixer with a recurrence."""
+    return Sublayer(
+        specs=specs,
+        apply=apply,
+        product="out",
+        stored=_stored,
+        gradients=("q", "k", "v", "gate", "convolved"),
+        formula=formula,
+        scores=_flops,
+        start=start,
+        in_order=True,
+        capture=f"{name}_out",
+    )
