@@ -252,6 +252,25 @@ def test_a_run_begins_from_a_file_and_is_continued_as_from_its_directory(adapter
     assert losses[0] == losses[1] and evaluated[0] == evaluated[1]
 
 
+@pytest.mark.slow
+def test_a_file_teaches_as_its_directory(tmp_path):
+    path = written(tmp_path / "m.gguf", "llama", made("llama"))
+    folder, text = tmp_path / "directory", write_text(tmp_path / "text.txt", 30)
+    assert main(["convert", str(path), str(folder)]) == 0
+    settings = [ROOT / "configs/finetune.py", "--run.init_from", folder, "--data.train", text]
+    settings += ["--data.sequence_length", 16, "--train.batch_size", 2, "--train.steps", 2]
+    settings += ["--data.cache_dir", tmp_path / "cache", "--optimizer.warmup_steps", 1]
+    # Of another temperature than its teacher, which is the model that it starts from.
+    settings += ["--distill.temperature", 2, "--distill.share", 0.25]
+    logs = []
+    for teacher in (path, folder):
+        run_dir = tmp_path / f"run-{teacher.name}"
+        line = ["train", *settings, "--distill.teacher", teacher, "--run.dir", run_dir]
+        assert main([*map(str, line)]) == 0
+        logs.append([entry["kl"] for entry in read_metrics(run_dir) if "kl" in entry])
+    assert logs[0] == logs[1] and logs[0][0] == pytest.approx(0, abs=1e-6) and logs[0][-1] > 1e-6
+
+
 @pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "tekken", "gpt-2", "qwen2", "smollm"])
 def test_a_word_that_is_a_token_is_one_where_llama_cpp_ignores_its_merges(pre):
     tokens = [*BYTES, "ab", "abc", "Ġab"]

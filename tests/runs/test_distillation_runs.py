@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny_run import (
@@ -106,6 +107,24 @@ def test_a_hugging_face_teacher_is_the_same_and_another_one_is_refused(base, who
     assert train_here(arguments(base, "other", {"distill.teacher": base / "changed"})) == 2
     error = capsys.readouterr().err
     assert "distill.teacher=" in error and "is not the model that this run began with" in error
+
+
+def test_an_adapter_teaches_as_the_model_that_it_makes(base):
+    """One of peft, over the model that it names."""
+    loaded = jf.load(base / "hf")
+    params = jf.adapt(loaded.params, loaded.config, jf.LoRA(rank=2), jax.random.key(0))
+    moved = jax.tree.map(lambda leaf: leaf + 0.02, params)
+    jf.save_adapter(base / "adapter", moved, loaded.config, base=base / "hf")
+    merged = jf.merge(jf.load(base / "adapter").params)
+    jf.save_pretrained(base / "merged", merged, loaded.config, loaded.tokenizer)
+    few = {"train.steps": 2, "train.eval_every": 0, "train.checkpoint_every": 0}
+    logs = []
+    for name in ("adapter", "merged"):
+        changes = few | {"distill.teacher": base / name}
+        assert train_here(arguments(base, f"of {name}", changes)) == 0
+        lines = read_metrics(base / f"of {name}")
+        logs.append([entry["kl"] for entry in lines if "kl" in entry])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5) and min(logs[0]) > 0
 
 
 def test_eight_devices_in_microbatches_equal_one(base):

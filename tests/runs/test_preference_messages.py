@@ -159,3 +159,23 @@ def test_a_tokenizer_without_a_template_says_where_one_goes(folder: Path) -> Non
     (folder / "tokenizer" / "chat_template.jinja").unlink()
     with pytest.raises(jf.ConfigError, match=r"has no chat template, .* tokenizer\.chat_template"):
         prepared(folder, [EXPLICIT])
+
+
+def test_kto_reads_messages_and_the_second_side_is_the_answer_to_another_prompt(
+    folder: Path,
+) -> None:
+    other = [{"role": "user", "content": "hello there"}]
+    records = [
+        {"prompt": USER, "completion": CHOSEN, "label": True},
+        {"prompt": other, "completion": REJECTED, "label": False},
+        {"prompt": HISTORY, "completion": CHOSEN, "label": "1"},
+    ]
+    rows = prepared(folder, records, objective="kto").train
+    for number, (prompt, desirable) in enumerate([(USER, 1), (other, 0), (HISTORY, 1)]):
+        row = dict(rows[number])
+        assert row.pop("desirable") == desirable
+        (_, own), (_, after) = texts_of(folder, row)
+        told = [records[index]["completion"][0]["content"] for index in (number, (number + 1) % 3)]
+        assert [own, after] == told
+        ids = ChatTemplate.of(Tokenizer.load(folder / "tokenizer")).encode_prompt(prompt)
+        assert row["tokens"][0, : len(ids)].tolist() == row["tokens"][1, : len(ids)].tolist() == ids
