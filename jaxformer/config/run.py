@@ -233,6 +233,14 @@ class DataConfig(Section):
             return 0
         return self.negatives or len(self.negatives_field.split("+"))
 
+    def conflicts(self) -> list[str]:
+        if self.negatives and not self.negatives_field:
+            return [
+                f"negatives={self.negatives} is how many are read of data.negatives_field, which is"
+                " empty: name the field, or leave it out."
+            ]
+        return []
+
 
 @dataclass(frozen=True)
 class TokenizerConfig(Section):

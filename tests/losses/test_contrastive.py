@@ -227,6 +227,8 @@ def test_negatives_of_another_objective_are_refused():
     data = DataConfig(objective="mlm", negatives_field="negatives")
     with pytest.raises(jf.ConfigError, match=r"data.negatives_field='negatives' names texts that"):
         task_of(model("llama", family="encoder"), data)
+    with pytest.raises(jf.ConfigError, match=r"data.negatives=2 is how many are read"):
+        DataConfig(negatives=2)
 
 
 def test_auto_microbatches_are_one_whatever_the_memory(monkeypatch):
