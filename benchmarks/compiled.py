@@ -8,10 +8,11 @@ Needs the extras plan-tpu and plan-gpu; a row whose compiler is missing says so.
 in a process of its own, one after the other, and is saved at once in results/compiled.json, or with
 --label in results/compiled_LABEL.json. The table shows the figures of results/compiled_before.json
 in brackets. --table writes it between the marks `<!-- compiled -->` and `<!-- /compiled -->` of a
-Markdown file, between those of `context`, `experts` and `optimizers` the steps with divided rows,
-with experts and with two optimizers, and between those of `peers` the same steps beside those of
-other libraries. --peer counts the optimized program of another library for the step of a row, from
-a text file, as ours are counted; --rows without names compiles none.
+Markdown file, between those of `context`, `experts`, `optimizers` and `recurrent` the steps with
+divided rows, with experts, with two optimizers and with recurrent layers, and between those of
+`peers` the same steps beside those of other libraries. --peer counts the optimized program of
+another library for the step of a row, from a text file, as ours are counted; --rows without names
+compiles none.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"  # compilers of other platforms are asked by name
 
 from hlo import count
+from hlo.counts import operations
 from pairing import HERE, Answer, add_smoke, print_table, save, write_table
 
 from jaxformer.arrays.hardware import DEVICES, GIB, Device
@@ -48,6 +51,10 @@ HEADER = ["step", "target", "temporaries", "peak", "traffic", "at least", "MFU a
 HEADER += ["all-reduces", "reduce-scatters", "attention"]
 EXPERTS_HEADER = ["step", "target", "peak", "traffic", "at least", "MFU at most"]
 EXPERTS_HEADER += ["products", "of those of the model"]
+RECURRENT_HEADER = ["layers", "target", "peak", "traffic", "at least", "products"]
+RECURRENT_HEADER += ["those of chunks", "time of chunks"]
+# What is inside the scan over the chunks of a recurrent layer, by JAX's names.
+IN_CHUNKS = re.compile(r"/(delta|mamba2)/.*while/body")
 OPTIMIZERS_HEADER = ["step", "target", "peak", "traffic", "at least", "products", "collectives"]
 
 
@@ -87,6 +94,14 @@ def divided_row(length: int, target: str, *more: str) -> Row:
     settings = rows_of(1, 1, f"mesh.context={devices}", *sizes, *more)
     title = ", ".join([f"a row of {length:,}", f"context {devices}", *more])
     return Row(title, "llama_1b", target, settings, table="context")
+
+
+def of_mixers(pattern: str, length: int, target: str) -> Row:
+    """A row of `length` tokens in four layers of llama_1b with the mixers of a pattern."""
+    sizes = (f"model.max_length={length}", f"data.sequence_length={length}", "model.n_layers=4")
+    settings = rows_of(1, 1, *sizes, f"model.layer_pattern={pattern}", FULL)
+    mixers = {"m": "attention", "dddm": "three of four recurrent"}[pattern]
+    return Row(f"{mixers}, {length:,} tokens", "llama_1b", target, settings, table="recurrent")
 
 
 def with_experts(config: str, target: str, layers: int, rows: int, *more: str) -> Row:
@@ -188,6 +203,12 @@ ROWS = {
         )
     },
     **{
+        f"{pattern}_{length // 1024}k_{target[:4].rstrip(':')}": of_mixers(pattern, length, target)
+        for target in ("h100:1x1", "v5e:1x1")
+        for length in (8192, 32_768, 131_072)
+        for pattern in ("m", "dddm")
+    },
+    **{
         f"{optimizer}_{target[:4].rstrip(':')}": Row(
             f"llama_1b, 16 rows, fsdp {devices}, {optimizer}",
             "llama_1b",
@@ -257,7 +278,14 @@ def counted_on(device: Device, path: Path) -> Answer:
     found: Answer = {"counts": None, "peak_flops": device.bfloat16 or 0.0}
     if path.is_file():
         peak, bandwidth = device.bfloat16 or math.inf, device.bandwidth or math.inf
-        found["counts"] = dataclasses.asdict(count(path.read_text("utf-8"), peak, bandwidth))
+        text = path.read_text("utf-8")
+        found["counts"] = dataclasses.asdict(count(text, peak, bandwidth))
+        every = operations(text, peak, bandwidth).values()
+        inside = [one for one in every if IN_CHUNKS.search(one.op_name)]
+        found["chunks"] = {
+            "flops": sum(one.flops for one in inside),
+            "seconds": sum(one.seconds for one in inside),
+        }
     return found
 
 
@@ -335,6 +363,20 @@ def of_optimizers(answer: Answer) -> list[str]:
     return [*row, "; ".join(collectives)]
 
 
+def of_recurrent(answer: Answer) -> list[str]:
+    """A row of the table of recurrent layers: with the FLOPs of the program, and the shares that
+    chunks have of them and of the bound."""
+    temporaries, *numbers = figures(answer)
+    if not numbers[0]:
+        return [answer["title"], answer["target"], temporaries, *[""] * (len(RECURRENT_HEADER) - 3)]
+    flops = sum(answer["counts"]["products"].values()) + answer["counts"]["kernels"]
+    chunks = answer["chunks"]
+    shares = (chunks["flops"] / flops, chunks["seconds"] / answer["counts"]["seconds"])
+    products = f"{flops / 1e12:.1f} TFLOP"
+    row = [answer["title"], answer["target"], *numbers[:3], products]
+    return [*row, *(f"{share:.1%}" if share else "" for share in shares)]
+
+
 def beside_peers(rows: dict[str, Answer]) -> list[list[str]]:
     """The rows of the table of peers: our figures, theirs, and ours as shares of theirs."""
     table = []
@@ -404,8 +446,9 @@ def main() -> None:
         "context": [],
         "experts": [],
         "optimizers": [],
+        "recurrent": [],
     }
-    special = {"experts": of_experts, "optimizers": of_optimizers}
+    special = {"experts": of_experts, "optimizers": of_optimizers, "recurrent": of_recurrent}
     for row in [row for row in dict.fromkeys([*ROWS, *rows]) if row in rows]:
         of_table = ROWS[row].table if row in ROWS else "compiled"
         answer = rows[row]
@@ -415,6 +458,7 @@ def main() -> None:
             tables[of_table].append(cells(answer, before.get(row)))
     headers = dict.fromkeys(tables, HEADER) | {"experts": EXPERTS_HEADER, "peers": PEERS_HEADER}
     headers["optimizers"] = OPTIMIZERS_HEADER
+    headers["recurrent"] = RECURRENT_HEADER
     tables["peers"] = beside_peers(rows)
     for mark, table in tables.items():
         print_table(headers[mark], table)
