@@ -364,6 +364,15 @@ def test_int8_and_an_adapter_are_served_as_sample_takes_them(path: Path, tmp_pat
                 assert text != plain
 
 
+def test_a_path_may_be_relative(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parent.parent)
+    with served(Path(path.parent.name, NAME)) as (address, serves):
+        answer = client(address).completions.create(
+            model=NAME, prompt="Once", max_tokens=4, temperature=0
+        )
+        assert answer.choices[0].text == expected(serves.model, [*b"Once"], 4)
+
+
 @pytest.mark.slow
 def test_sigterm_lets_what_runs_end(path: Path) -> None:
     with serving(path) as (address, process):
@@ -408,10 +417,13 @@ def test_memory_is_flat_under_load(path: Path) -> None:
                 for first in range(0, count, 16):
                     await asyncio.gather(*(ask(first + each) for each in range(16)))
 
-        asyncio.run(load(640))
-        before = resident()
-        asyncio.run(load(640))
-        assert resident() - before < 16  # MiB
+        # A leak grows with each request. What is compiled first in a later round, since which
+        # lengths meet in the rows depends on time, does not come again.
+        sizes = []
+        for _ in range(5):
+            asyncio.run(load(160))
+            sizes.append(resident())
+        assert sorted(np.diff(sizes))[1] < 1, sizes  # MiB, in two rounds of 160 requests
 
 
 @pytest.mark.slow

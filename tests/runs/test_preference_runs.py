@@ -146,7 +146,7 @@ def test_another_start_than_that_of_the_run_is_refused(base, whole, tmp_path, ca
     with pytest.raises(jf.ConfigError, match="is not the model that this run began with"):
         evaluate_run(run_dir)
     shutil.rmtree(copied)
-    with pytest.raises(jf.ConfigError, match=r"with which data\.objective compares .* no config"):
+    with pytest.raises(jf.ConfigError, match=r"with which the loss compares .* no config"):
         evaluate_run(run_dir)
 
 
