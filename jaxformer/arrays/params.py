@@ -24,6 +24,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxformer.arrays.exact import by_tiles, is_exact
 from jaxformer.arrays.sharding import (
     ACTIVATION_RULES,
     BATCH_AXES,
@@ -319,6 +320,14 @@ def contract(
 
     Raises ValueError for an equation that does not fit the shapes.
     """
+    if is_exact() and groups is None:
+        left, right, _ = _letters(equation, x.shape, w.shape)
+        lead = sum(letter not in right for letter in left)
+
+        def rows(tile: jax.Array, w: Any) -> jax.Array:
+            return contract(equation, tile, w, dtype=dtype)
+
+        return constrain(by_tiles(rows, x, lead, w), to)
     if is_custom(w):
         # A leaf of somebody else need not know of groups.
         of_groups = {} if groups is None else {"groups": groups}

@@ -48,6 +48,10 @@ NEEDS = {
         "unnormed_layers": "with the others no norm is before a mixer",
     },
     ("feed_forward", "experts"): {"experts.n": "the other has none"},
+    ("feed_forward", "ffn"): {"exact": "experts are multiplied in groups of other rows"},
+    ("positions", "rope learned sinusoidal alibi t5 none"): {
+        "exact": "disentangled scores are sums over other rows"
+    },
     ("mixer", "latent"): {
         "latent.kv_rank": OF_LATENT,
         "latent.query_rank": OF_LATENT,
@@ -75,6 +79,9 @@ NEEDS = {
         "rope.pattern": "each layer rotates queries and keys or does not",
         "rope.window_theta": "it is a base of RoPE",
         "rope.scaling": "it scales the frequencies of RoPE",
+    },
+    ("rope.scaling", "none linear yarn llama3"): {
+        "exact": "the others turn a token by the length of the text in a call"
     },
     ("remat", "names"): {"saved": KEPT, "offload": KEPT},
     ("parametrization", "mup"): {"mup_base": "it has the widths that others follow"},
@@ -112,7 +119,7 @@ def model_conflicts(config: Any) -> list[str]:
         ]
     problems = []
     for (other, allowed), needed_by in NEEDS.items():
-        if getattr(config, other) in allowed.split():
+        if attrgetter(other)(config) in allowed.split():
             continue
         for condition, why in needed_by.items():
             setting, _, value = condition.partition("=")
@@ -208,6 +215,11 @@ def _further_conflicts(config: Any) -> Iterator[str]:
             " head has keys of its own, so set it to 0."
         )
     yield from _recurrent(config)
+    if config.exact and config.output in ("classes", "projection") and config.pooled == "mean":
+        yield (
+            f"exact=True needs model.head.pooling 'first' or 'last' with model.head.kind="
+            f"{config.output!r}: the order of a mean over tokens depends on the row."
+        )
     if config.layer_groups and config.n_layers % config.layer_groups:
         yield (
             f"layer_groups={config.layer_groups} must divide model.n_layers={config.n_layers}:"
@@ -228,6 +240,11 @@ def _further_conflicts(config: Any) -> Iterator[str]:
 def _recurrent(config: Any) -> Iterator[str]:
     mixers = {config.mixer} | {RECURRENT.get(letter, "") for letter in config.layer_pattern}
     mixers &= {*RECURRENT.values()}
+    if mixers and config.exact:
+        yield (
+            "exact=True is not for model.mixer='delta' or 'mamba2', or d or s in"
+            " model.layer_pattern: their chunks begin where the row does, so set it to False."
+        )
     if not mixers:
         if config.recurrent != type(config.recurrent)():
             yield (

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.arrays.exact import log_softmax
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
@@ -342,7 +343,7 @@ def _advance(
             return Made(token)
 
         def scores(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            logs = jax.nn.log_softmax(logits, axis=-1)  # [B, V]
+            logs = log_softmax(logits, config.exact)  # [B, V]
             best, ids = jax.lax.top_k(logs, min(TOP, vocabulary))
             return jnp.take_along_axis(logs, token[:, None], axis=-1)[:, 0], ids, best
 

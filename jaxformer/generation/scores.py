@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxformer.arrays.exact import log_softmax
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
@@ -57,7 +58,7 @@ def score(
     if not 0 <= top <= logits.shape[-1]:
         raise ConfigError(f"top={top} must be from 0 to the {logits.shape[-1]} tokens there are.")
     # [B, T - 1, V]: the logits of a position are of the token after it.
-    logs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32), axis=-1)
+    logs = log_softmax(logits[:, :-1].astype(jnp.float32), config.exact)
     log_probs = jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1)[..., 0]  # [B, T - 1]
     best, ids = jax.lax.top_k(logs, top)  # [B, T - 1, top]
     following = Scores(jnp.where(follows, log_probs, 0.0), follows, ids.astype(jnp.int32), best)

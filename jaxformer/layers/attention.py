@@ -21,6 +21,8 @@ from jaxformer.layers.biases import (
 )
 from jaxformer.layers.cache import Slots
 from jaxformer.layers.dot_product import attention_weights, weighted_values
+from jaxformer.layers.exact import exact_attention
+from jaxformer.layers.exchange import on_each_device
 from jaxformer.layers.kernels import attend
 from jaxformer.layers.linear import INITIALIZERS, dropout, linear
 from jaxformer.layers.masks import Scoring, TokenLayout
@@ -175,6 +177,8 @@ def attended(
         weights = attention_weights(q, keys_values[0], mask)
         weights, captures = call.request.apply(weights_name, weights)
         out = weighted_values(dropout(weights, *dropped), keys_values[1])
+    elif config.exact and (call.key is None or not config.attention_dropout_rate):
+        out = on_each_device(exact_attention, q, *keys_values, mask)
     else:
         out = attend(config.attention.kernel, q, *keys_values, mask)
     return out, captures

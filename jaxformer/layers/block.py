@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxformer.arrays.exact import rounded
 from jaxformer.arrays.params import Params, Specs
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import ImportedRow, Table
@@ -150,6 +151,8 @@ def block(params: Params, config: ModelConfig, x: Float[Array, "B T D"], call: C
         if config.residual_multiplier != 1:
             out = out * config.residual_multiplier
         total = total + dropout(out, config.dropout, outer_keys[name])
+        if config.exact:
+            total = rounded(total)
         if "after" in norms:
             total = normed(total, f"{name}_norm")
     total, captured = call.request.apply("residual", total)

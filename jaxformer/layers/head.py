@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxformer.arrays.exact import exactly
 from jaxformer.arrays.params import Params, Spec, Specs, Weight, contract, zeros
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
@@ -264,7 +265,8 @@ def readout(
 ) -> Float[Array, "B Q E"]:
     """Return the input of `output_layer`: [B, T, D] -> [B, T, D], or [B, 1, D] for a class of the
     row, and with model.embedding.width for a masked head as wide as that."""
-    x = HEADS[config.output].rows(params, config, x, layout)
+    with exactly(config.exact):
+        x = HEADS[config.output].rows(params, config, x, layout)
     # Rows are divided and not logits, of which there are V / D times as many.
     if config.head.scale == "rsqrt":
         x = x / math.sqrt(config.d_model)
@@ -320,7 +322,8 @@ def head(
     if config.output == "none":
         return x.astype(jnp.float32)
     y = readout(params, config, x, layout)
-    logits = logits_of_rows(*output_layer(params, config, y))
+    with exactly(config.exact):
+        logits = logits_of_rows(*output_layer(params, config, y))
     cap = config.head.soft_cap
     if cap:
         # Between -cap and cap (arXiv:2408.00118), in float32, after the bias.

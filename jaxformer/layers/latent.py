@@ -154,7 +154,9 @@ def latent_attention(params: Params, config: ModelConfig, x: jax.Array, call: Ca
         config, {"attention.scale": scale, "parametrization": "standard", "mup_base": ""}
     )
     call = call._replace(mask=call.mask._replace(window=config.window))
-    if cache is not None and absorbs(config, q.shape[1], tokens.shape[1]):
+    # Absorbed weights give other sums.
+    absorbed_here = not config.exact and absorbs(config, q.shape[1], tokens.shape[1])
+    if cache is not None and absorbed_here:
         # Queries of latents [B, T, N, C + R], from those of keys [B, T, N, H].
         q, rotated = jnp.split(q, [config.head_width - config.latent.rope_head_dim], axis=-1)
         absorbed = contract("BTNH,CNH->BTNC", q, params["k"])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxformer.arrays.exact import by_tiles, is_exact
 from jaxformer.arrays.params import Params, Spec, Specs, ones, zeros
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
@@ -38,11 +39,17 @@ def _normalized(
     x: jax.Array, scale: jax.Array, bias: jax.Array | None, eps: float, centered: bool
 ) -> jax.Array:
     """Return (x - m) r scale + bias with m and r of `_mean_and_root`: [..., D] float32."""
-    mean, root = _mean_and_root(x, eps, centered)
-    y = (x - mean) * root * scale
-    if bias is not None:
-        y = y + bias
-    return y
+
+    def run(x: jax.Array) -> jax.Array:
+        mean, root = _mean_and_root(x, eps, centered)
+        y = (x - mean) * root * scale
+        if bias is not None:
+            y = y + bias
+        return y
+
+    if is_exact():
+        return by_tiles(run, x, min(x.ndim - 1, 2))
+    return run(x)
 
 
 @_normalized.defjvp

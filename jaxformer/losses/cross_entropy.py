@@ -34,6 +34,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxformer.arrays.exact import is_exact, sum_of_powers
 from jaxformer.arrays.params import CustomLeaf, Weight, contract, is_custom, product
 from jaxformer.arrays.sharding import (
     ACTIVATION_RULES,
@@ -138,13 +139,15 @@ def top_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Subtracting the largest logit of a token keeps exp finite; it cancels in lse, so it needs no
     # gradient.
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    return top, jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True)
+    return top, sum_of_powers(logits - top)
 
 
 def top_and_total_at_once(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute `top_and_total` in one pass without a derivative: pieces of the vocabulary have
     (top, total), and two of them have the larger top and the sum of their totals relative to it
     (arXiv:1805.02867)."""
+    if is_exact():
+        return top_and_total(logits)
     lowest = jnp.finfo(logits.dtype).min
 
     def merged(left: Any, right: Any) -> tuple[jax.Array, jax.Array]:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxformer.arrays.exact import exactly
 from jaxformer.arrays.mesh import SHARED_ENTRY
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
@@ -71,9 +72,10 @@ def head_loss(
     }
     if distill is None:
         rows, matrix, bias = layer
-        objective, nats = cross_entropy(
-            rows, matrix, targets, weights, bias=bias, nats_by_row=bool(sources), **extras
-        )
+        with exactly(config.exact):
+            objective, nats = cross_entropy(
+                rows, matrix, targets, weights, bias=bias, nats_by_row=bool(sources), **extras
+            )
     else:
         theirs = batch.get(SHARED_ENTRY)
         if theirs is None:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxformer.arrays.exact import exactly
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.train import GRPOConfig
@@ -24,9 +25,10 @@ def policy_log_probs(
     inputs = inputs_of(batch)
     x, _, aux = hidden(params, config, inputs)
     layer = output_layer(params, config, readout(params, config, x, inputs.layout))
-    log_probs = token_log_probs(
-        layer, batch["targets"], temperature=temperature, soft_cap=config.head.soft_cap
-    )
+    with exactly(config.exact):
+        log_probs = token_log_probs(
+            layer, batch["targets"], temperature=temperature, soft_cap=config.head.soft_cap
+        )
     return log_probs, aux
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxformer.arrays.exact import exactly, unknown
 from jaxformer.arrays.params import (
     Params,
     Spec,
@@ -135,7 +136,24 @@ def hidden(
         _check_context(params, config, inputs)
     if "virtual" in params:
         params, inputs = with_virtual(params, config, inputs, key)
-    return MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
+    if config.exact:
+        if explicit_axes():
+            raise ConfigError(
+                "model.exact=True needs a mesh of automatic axes, as jaxformer.make_mesh makes it:"
+                " each device computes its rows by itself."
+            )
+        # Else the sines of positions that are constants would be computed by the compiler.
+        layouts = {"layout": inputs.layout, "source_layout": inputs.source_layout}
+        inputs = replace(
+            inputs,
+            **{
+                name: replace(layout, positions=unknown(layout.positions, inputs.tokens))
+                for name, layout in layouts.items()
+                if layout is not None
+            },
+        )
+    with exactly(config.exact):
+        return MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
 
 
 def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:

@@ -23,6 +23,7 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_gen
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from jaxformer.arrays.exact import log_softmax
 from jaxformer.arrays.params import Params
 from jaxformer.arrays.sharding import constrain
 from jaxformer.checkpoints.digests import fingerprint
@@ -567,7 +568,7 @@ def token_scores(
 
     def log_probs(x: jax.Array) -> jax.Array:  # [B, n, D] -> [B, n, V]
         layout = TokenLayout(jnp.zeros(x.shape[:2], jnp.int32))
-        return jax.nn.log_softmax(head(params, config, x, layout), axis=-1)
+        return log_softmax(head(params, config, x, layout), config.exact)
 
     def of_token(token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """The first two results of one token of each row: [B, D], [B], [B] -> [B] twice."""

@@ -1,0 +1,165 @@
+"""model.exact: the logits of a text have the same bits, whatever is beside it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import BASE, LAYOUTS, alone, cached, config_of, laid_out, pairwise, params_of, where
+from products import slow_but
+
+import jaxformer as jf
+from jaxformer.config.settings import with_settings
+from jaxformer.losses.heads import head_loss
+
+SIZES = dict(vocab_size=97, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, max_length=256)
+FAMILIES = {
+    "llama": {},
+    "gpt2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": "all"},
+    "encoder": {"family": "encoder", "norm": "layer", "positions": "alibi"},
+}
+LENGTH = 192  # of a row: three blocks of keys, twelve tiles
+
+
+def exact(choice):
+    try:
+        return with_settings(config_of(choice), {"exact": True})
+    except jf.ConfigError:
+        return None
+
+
+CHOICES = [choice for choice in pairwise()[0] if exact(choice)]
+
+
+def bits(array):
+    return np.asarray(array).tobytes()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    slow_but(CHOICES, CHOICES[0], CHOICES[-1]),
+    ids=lambda choice: " ".join(o for f, o in choice.items() if o != BASE[f]),
+)
+def test_each_kind_of_layer_has_the_bits_of_a_document_alone(choice):
+    """In rows of all layouts and with a cache, in pieces of 6, 3 and 1 tokens."""
+    config = exact(choice)
+    params = params_of(config)
+    forward = jax.jit(jf.forward, static_argnums=1)
+    expected = forward(params, config, **alone(config))
+    close = jf.forward(params, with_settings(config, {"exact": False}), **alone(config))
+    np.testing.assert_allclose(expected, close, rtol=0, atol=2e-5 * float(jnp.abs(close).max()))
+    batch = laid_out(config)
+    ways = [forward(params, config, **batch)]
+    if config.family != "encoder":
+        ways += [cached(config, batch, size, compiled=True) for size in (6, 3, 1)]
+    for rows in ways:
+        for found, layout in zip(rows, LAYOUTS, strict=True):
+            for document, cut in where(layout).items():
+                assert bits(found[cut]) == bits(expected[document]), layout
+
+
+@functools.cache
+def model(name, dtype="float32"):
+    config = with_settings(
+        jf.ModelConfig(), SIZES | FAMILIES[name] | {"exact": True, "dtype": dtype}
+    )
+    return params_of(config), config
+
+
+forward = jax.jit(jf.forward, static_argnums=1)
+
+
+def packings(rng, rows):
+    """Rows of texts of random lengths with padding between them, and (row, start, text) of each."""
+    tokens = rng.integers(0, 97, (rows, LENGTH))  # padding is of any tokens
+    segments = np.zeros((rows, LENGTH), int)
+    texts = []
+    for row in range(rows):
+        at = rng.integers(0, 20)
+        for number in range(1, 9):
+            length = int(rng.choice([1, 2, 15, 16, 17, 63, 64, 65, 70, 130]))
+            if at + length > LENGTH:
+                break
+            segments[row, at : at + length] = number
+            texts.append((row, at, length))
+            at += length + rng.integers(0, 3)
+    return tokens, segments, texts
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "name"),
+    [
+        (4, "float32", "llama"),
+        *(
+            pytest.param(334, dtype, name, marks=pytest.mark.slow)
+            for dtype in ("float32", "bfloat16")
+            for name in FAMILIES
+        ),
+    ],
+)
+def test_the_bits_of_a_text_do_not_depend_on_how_rows_are_packed(rows, dtype, name):
+    params, config = model(name, dtype)
+    tokens, segments, texts = packings(np.random.default_rng(0), rows)
+    found = np.asarray(forward(params, config, tokens, segment_ids=segments))
+    # Each alone, at the start of a row of its own.
+    own = np.zeros((len(texts), LENGTH), int)
+    for number, (row, at, length) in enumerate(texts):
+        own[number, :length] = tokens[row, at : at + length]
+    ids = np.arange(LENGTH) < np.array([length for *_, length in texts])[:, None]
+    expected = np.asarray(forward(params, config, own, segment_ids=ids.astype(int)))
+    differ = [
+        (row, at)
+        for number, (row, at, length) in enumerate(texts)
+        if bits(found[row, at : at + length]) != bits(expected[number, :length])
+    ]
+    assert len(texts) > rows and not differ
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_scan_and_lengths_of_rows_change_no_bit(dtype):
+    params, config = model("llama", dtype)
+    tokens = np.random.default_rng(1).integers(0, 97, (2, 70))
+    expected = forward(params, config, tokens)
+    scanned = with_settings(config, {"layer_loop": "scan"})
+    assert bits(forward(params, scanned, tokens)) == bits(expected)
+    assert bits(forward(params, config, tokens[1:, :40])) == bits(expected[1:, :40])
+
+
+def test_gradients_are_those_without_it():
+    params, config = model("gpt2")
+    tokens = np.random.default_rng(1).integers(0, 97, (2, 20))
+
+    def gradients(config):
+        def loss(params):
+            batch = {"tokens": tokens[:, :-1], "targets": jnp.asarray(tokens[:, 1:])}
+            batch["weights"] = jnp.ones(tokens[:, 1:].shape)
+            return head_loss(params, config, batch)["loss"][0]
+
+        return jax.jit(jax.grad(loss))(params)
+
+    plain = gradients(with_settings(config, {"exact": False}))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max())),
+        gradients(config),
+        plain,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"feed_forward": "experts", "experts.n": 2}, "exact"),
+        ({"rope.scaling": "dynamic", "rope.factor": 2.0}, "exact"),
+        ({"layer_pattern": "dm"}, "chunks begin where the row does"),
+        ({"positions": "disentangled", "family": "encoder"}, "exact"),
+        (
+            {"family": "encoder", "head.kind": "classes", "head.n_classes": 2}
+            | {"head.pooling": "mean"},
+            "pooling 'first' or 'last'",
+        ),
+    ],
+)
+def test_what_has_no_exact_form_is_refused(changes, match):
+    with pytest.raises(jf.ConfigError, match=match):
+        with_settings(jf.ModelConfig(), changes | {"exact": True})
