@@ -84,10 +84,11 @@ def by_tiles(f: Callable[..., jax.Array], x: jax.Array, lead: int, *shared: Any)
         of_shared = (PartitionSpec(),) * len(shared)
         return on_devices(tiled, (of_rows, *of_shared), of_rows)(x, *shared)
 
-    return as_plain(on_mesh, plain)(x, *shared)
+    out: jax.Array = with_derivatives_of(plain, on_mesh)(x, *shared)
+    return out
 
 
-def as_plain(exact: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def with_derivatives_of(plain: Callable[..., Any], exact: Callable[..., Any]) -> Callable[..., Any]:
     """Return `exact` with the derivatives of `plain`, which computes the same up to rounding."""
     run = jax.custom_jvp(exact)
 

@@ -131,8 +131,8 @@ class ModelConfig(Section):
     dtype: PerRun[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
     exact: bool = False
-    """Computes the logits of a text to the same bits, whatever is beside it in the batch, the row and
-    the cache: docs/exact.md. Slower; gradients stay as they are."""
+    """Whether the logits of a text are the same bits whatever is beside it in the batch, in the row
+    and in the cache (docs/exact.md); slower, and gradients stay as they are."""
     layer_loop: PerRun[Volatile[Literal["auto", "unroll", "scan"]]] = "auto"
     """scan compiles one layer for all, unroll compiles each and runs faster on CPU and GPU; auto
     scans on TPU, and experts or more than 40 layers on GPU."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from numpy.typing import ArrayLike
 
+from jaxformer.arrays.exact import log_softmax
 from jaxformer.arrays.params import Params
 from jaxformer.config.model import ModelConfig
 from jaxformer.files import ConfigError
@@ -222,7 +223,7 @@ def _search(
         i, live, finished, cache, closed, steps = carry
         # All n slots are written, since the texts of beams change; the first i count.
         texts = written.with_new(live.tokens.reshape(batch * beams, n), 0, i)
-        live, extended, parents, new_step = _extend(live, finished, rules, texts)
+        live, extended, parents, new_step = _extend(live, finished, rules, texts, config.exact)
         finished = _where(closed, finished, extended)
         if steps is not None:
             steps = jax.tree.map(lambda of_steps, new: of_steps.at[i].set(new), steps, new_step)
@@ -263,7 +264,7 @@ def _where(rows: jax.Array, left: Beams, right: Beams) -> Beams:
 
 
 def _extend(
-    live: _Live, finished: Beams, rules: Search, written: TextSoFar
+    live: _Live, finished: Beams, rules: Search, written: TextSoFar, exact: bool
 ) -> tuple[_Live, Beams, jax.Array, BeamSteps]:
     """Return the live texts, which are `written`, with one more token; the best finished texts; for
     each live text the row [B b] of the text that it continues; and this step alone."""
@@ -273,7 +274,11 @@ def _extend(
     # A rule takes tokens away and leaves the probabilities of the others, as in transformers, whose
     # penalties change log-probabilities.
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # [B b, 1]
-    if any(getattr(rules, name) != getattr(Search, name) for name in (*LOGIT_PENALTIES, "rule")):
+    if exact:
+        # The sum of a text is then that of the log-probabilities of `jf.score`, in their order.
+        logits = log_softmax(logits, exact)
+        total = jnp.zeros_like(total)
+    elif any(getattr(rules, name) != getattr(Search, name) for name in (*LOGIT_PENALTIES, "rule")):
         logits = logits - total
         total = jnp.zeros_like(total)
     logits = permitted(logits, rules, written, certain=total).reshape(batch, beams, -1)

@@ -1,82 +1,115 @@
-"""Attention whose bits depend on a query's own text alone: the kernel of `model.exact`.
+"""Attention whose bits depend on a query's own text alone, for `model.exact`.
 
-Keys are read in blocks that begin at the first token of the text, wherever it is in the row, and a
-query's maximum, sum and values are carried from block to block. A block of which a query sees
-nothing changes no bit, so that it does not matter how many are read.
+Queries are computed in tiles, and the keys of a text in blocks that begin at its first token,
+wherever it is in the row. The largest score, the sum of weights and that of values are carried from
+block to block, as in FlashAttention (arXiv:2205.14135). A block of which a query sees nothing
+changes no bit of these, so that it does not matter how many blocks are read.
 """
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxformer.arrays.exact import TILE, as_plain, unknown
+from jaxformer.arrays.exact import TILE, unknown, with_derivatives_of
 from jaxformer.arrays.params import wide_product
 from jaxformer.layers.dot_product import plain
 from jaxformer.layers.exchange import Kernel, mask_of_device
 from jaxformer.layers.masks import AttentionMask, TokenLayout, segment_ids, visible
 
-BLOCK = 64  # keys
-LEAST = jnp.finfo(jnp.float32).min
+KEY_BLOCK = 64  # keys
+LEAST_SCORE = jnp.finfo(jnp.float32).min
 NO_TEXT = jnp.iinfo(jnp.int32).max
+LEADING = -1  # the segment of keys that are the first ones of every text
+
+
+class _Row(NamedTuple):
+    """The keys [S, K, H] and values [S, K, W] of a row, their positions and segments [S], and the
+    bias of its scores [N, T, S] or None."""
+
+    keys: jax.Array
+    values: jax.Array
+    positions: jax.Array
+    segments: jax.Array
+    bias: jax.Array | None
+
+
+class _Tile(NamedTuple):
+    """A tile of queries [TILE, N, H], its layout [TILE], and the place of the first one."""
+
+    queries: jax.Array
+    layout: TokenLayout
+    start: jax.Array
+
+
+# The largest score and the sum of the weights [K, G, TILE], and the sum of the values
+# [K, G, TILE, W], all relative to the largest score.
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def exact_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
-    """Map q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W], with the derivatives of
-    plain attention."""
+    """Map q [B, T, N, H], k [B, S, K, H], v [B, S, K, W] -> [B, T, N, W] without dropout, with the
+    derivatives of plain attention."""
 
     def with_arrays(run: Kernel) -> Callable[..., jax.Array]:
         return lambda q, k, v, *arrays: run(q, k, v, mask_of_device(mask, *arrays))
 
-    run = as_plain(with_arrays(_by_texts), with_arrays(plain))
-    return run(q, k, v, (mask.queries, mask.keys), mask.scoring.sinks, mask.scoring.bias)
+    run = with_derivatives_of(with_arrays(plain), with_arrays(_by_tiles))
+    layouts = (mask.queries, mask.keys)
+    out: jax.Array = run(q, k, v, layouts, mask.scoring.sinks, mask.scoring.bias)
+    return out
 
 
-def _by_texts(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
+def _by_tiles(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> jax.Array:
     batch, length, heads, _ = q.shape
-    width = v.shape[-1]
     tiles = -(-length // TILE)
+
+    def padded(x: jax.Array, axis: int = 1) -> jax.Array:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, tiles * TILE - length)
+        return jnp.pad(x, widths)
+
     segments, key_segments = segment_ids(mask)
     key_positions = mask.keys.positions
     if mask.leading:
-        # Leading keys are the first ones of every text, marked by the segment -1.
         first = jnp.arange(mask.leading, dtype=key_positions.dtype)
         key_positions = _behind(first, key_positions)
-        key_segments = _behind(jnp.full_like(first, -1), key_segments)
-
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (0, tiles * TILE - length)] + [(0, 0)] * (x.ndim - 2))
-
+        key_segments = _behind(jnp.full_like(first, LEADING), key_segments)
+    bias = mask.scoring.bias
+    if bias is not None:
+        bias = padded(jnp.broadcast_to(bias, (batch, *bias.shape[1:])), axis=2)
+    rows = _Row(k, v, key_positions, key_segments, bias)
     queries = padded(q)
-    # Padding has the segment 0, which is no text.
-    segments = padded(segments)
-    positions = padded(mask.queries.positions)
+    # The queries added here have the segment 0, which is no text.
+    layout = TokenLayout(padded(mask.queries.positions), padded(segments))
 
     def run(i: jax.Array, out: jax.Array) -> jax.Array:
-        row = i // tiles
+        index = i // tiles
         start = i % tiles * TILE
 
-        def tile_of(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(_row(x, row), start, TILE)
+        def of_tile(x: jax.Array) -> jax.Array:
+            row = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+            return jax.lax.dynamic_slice_in_dim(row, start, TILE)
 
-        own = tile_of(segments)
+        row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), rows)
+        tile = _Tile(of_tile(queries), jax.tree.map(of_tile, layout), start)
+        texts = tile.layout.segments
+        assert texts is not None
 
-        def next_text(done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            text, tile = done
-            layout = TokenLayout(tile_of(positions), own)
-            one = _of_text(
-                text, tile_of(queries), layout, (k, v, key_positions, key_segments), mask, row, start
-            )
-            tile = jnp.where((own == text)[:, None, None], one, tile)
-            return _first_text(own, text), tile
+        def add_text(done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            text, of_texts = done
+            new = _of_text(text, tile, row, mask)
+            of_texts = jnp.where((texts == text)[:, None, None], new, of_texts)
+            return _next_text(texts, text), of_texts
 
-        nothing = jnp.zeros((TILE, heads, width), v.dtype)
-        begin = (_first_text(own, jnp.int32(0)), nothing)
-        _, tile = jax.lax.while_loop(lambda done: done[0] != NO_TEXT, next_text, begin)
-        return jax.lax.dynamic_update_slice(out, tile[None], (row, start, 0, 0))
+        nothing = jnp.zeros((TILE, heads, v.shape[-1]), v.dtype)
+        begin = (_next_text(texts, jnp.int32(0)), nothing)
+        _, found = jax.lax.while_loop(lambda done: done[0] != NO_TEXT, add_text, begin)
+        return jax.lax.dynamic_update_slice(out, found[None], (index, start, 0, 0))
 
-    out = jnp.zeros((batch, tiles * TILE, heads, width), v.dtype)
+    out = jnp.zeros((batch, tiles * TILE, heads, v.shape[-1]), v.dtype)
     return jax.lax.fori_loop(0, unknown(batch * tiles, q), run, out)[:, :length]
 
 
@@ -85,77 +118,71 @@ def _behind(first: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.broadcast_to(first, (rows.shape[0], len(first))), rows], axis=1)
 
 
-def _row(x: jax.Array, row: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, jnp.minimum(row, x.shape[0] - 1), keepdims=False)
-
-
-def _first_text(segments: jax.Array, after: jax.Array) -> jax.Array:
-    """Return the least segment above `after`."""
+def _next_text(segments: jax.Array, after: jax.Array) -> jax.Array:
+    """Return the least segment above `after`, NO_TEXT if there is none."""
     return jnp.min(jnp.where(segments > after, segments, NO_TEXT))
 
 
-def _of_text(text, q, layout, keys, mask, row, start):
-    """Return the attention of a tile of queries [TILE, N, H] to the keys of one text."""
-    k, v, positions, segments = keys
-    heads = (k.shape[2], q.shape[1] // k.shape[2])  # K, G
-    grouped = q.reshape(TILE, *heads, q.shape[-1])
-    positions = _row(positions, row)
-    belongs = _row(segments, row)
-    belongs = (belongs == text) | (belongs == -1)
-    # The places of the text's keys in the order of their positions, before all others.
-    order = jnp.argsort(jnp.where(belongs, positions, NO_TEXT))
+def _of_text(text: jax.Array, tile: _Tile, row: _Row, mask: AttentionMask) -> jax.Array:
+    """Return the attention of a tile of queries to the keys of one text, [TILE, N, W]."""
+    heads = (row.keys.shape[1], tile.queries.shape[1] // row.keys.shape[1])  # K, G
+    width = tile.queries.shape[-1]
+    grouped = tile.queries.reshape(TILE, *heads, width)
+    belongs = (row.segments == text) | (row.segments == LEADING)
+    # The places of the text's keys by their positions, before those of all other keys. A cache has
+    # them in any order, and without those that its window has passed.
+    places = jnp.argsort(jnp.where(belongs, row.positions, NO_TEXT))
     count = belongs.sum()
-    first = positions[order[0]]
-    scale, cap, bias, sinks, _ = mask.scoring
+    first = row.positions[places[0]]
+    # Without segments, which `is_key` below has.
+    near = mask._replace(queries=TokenLayout(tile.layout.positions), leading=0)
+    scale, cap, _, sinks, _ = mask.scoring
 
-    def block(j: jax.Array, carry):
-        most, total, out = carry
-        # [BLOCK]: the keys at these positions, as far as the text has them.
-        at = j * BLOCK + jnp.arange(BLOCK) - first
-        places = order[jnp.clip(at, 0, len(order) - 1)]
-        is_key = (at >= 0) & (at < count)
-        near = mask._replace(
-            queries=TokenLayout(layout.positions), keys=TokenLayout(positions[places]), leading=0
-        )
-        sees = visible(near)  # [TILE, BLOCK]
-        sees = is_key if sees is None else is_key & (sees | (places < mask.leading))
+    def add_block(j: jax.Array, sums: _Sums) -> _Sums:
+        most, total, out = sums
+        # The keys at the positions of this block, as far as the text has them: [KEY_BLOCK].
+        index = j * KEY_BLOCK + jnp.arange(KEY_BLOCK) - first
+        is_key = (index >= 0) & (index < count)
+        at = places[jnp.clip(index, 0, len(places) - 1)]
+        sees = visible(near._replace(keys=TokenLayout(row.positions[at])))  # [TILE, KEY_BLOCK]
+        sees = is_key if sees is None else is_key & (sees | (at < mask.leading))
         equation = "TKGH,SKH->KGTS"
-        block_k = _row(k, row)[places]
-        if q.dtype == jnp.float32:
-            scores = jnp.einsum(equation, grouped, block_k)
+        if tile.queries.dtype == row.keys.dtype == jnp.float32:
+            scores = jnp.einsum(equation, grouped, row.keys[at])
         else:
-            scores = wide_product(equation, grouped, block_k)
-        scores = scores * scale if scale else scores / math.sqrt(q.shape[-1])
+            scores = wide_product(equation, grouped, row.keys[at])
+        scores = scores * scale if scale else scores / math.sqrt(width)
         if cap:
             scores = cap * jnp.tanh(scores / cap)
-        if bias is not None:
-            rows = jax.lax.dynamic_slice_in_dim(_row(padded_bias, row), start, TILE, axis=1)
-            scores = scores + rows[..., places].reshape(*heads, TILE, BLOCK)
-        scores = jnp.where(sees, scores, LEAST)
-        peak = jnp.maximum(most, scores.max(-1))
-        weights = jnp.where(sees, jnp.exp(scores - peak[..., None]), 0)
-        kept = jnp.exp(most - peak)
-        values = wide_product("KGTS,SKW->KGTW", weights.astype(v.dtype), _row(v, row)[places])
-        total = total * kept + weights.sum(-1)
-        return peak, total, out * kept[..., None] + values
+        if row.bias is not None:
+            bias = jax.lax.dynamic_slice_in_dim(row.bias, tile.start, TILE, axis=1)[..., at]
+            scores = scores + bias.reshape(scores.shape)
+        scores = jnp.where(sees, scores, LEAST_SCORE)
+        new_most = jnp.maximum(most, scores.max(axis=-1))
+        weights = jnp.where(sees, jnp.exp(scores - new_most[..., None]), 0)
+        values = wide_product("KGTS,SKW->KGTW", weights.astype(row.values.dtype), row.values[at])
+        kept = jnp.exp(most - new_most)
+        return new_most, total * kept + weights.sum(axis=-1), out * kept[..., None] + values
 
-    if bias is not None:
-        tiles = -(-bias.shape[2] // TILE) * TILE
-        padded_bias = jnp.pad(bias, [(0, 0), (0, 0), (0, tiles - bias.shape[2]), (0, 0)])
-    most = jnp.full((*heads, TILE), LEAST)
+    # A sink is the score of a key without a value.
+    most = jnp.full((*heads, TILE), LEAST_SCORE)
     total = jnp.zeros((*heads, TILE))
     if sinks is not None:
         most = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(*heads, 1), most.shape)
-        total = total + 1
-    out = jnp.zeros((*heads, TILE, v.shape[-1]))
-    # No key behind the last one, and with a causal mask behind the last query.
+        total = jnp.ones((*heads, TILE))
+    out = jnp.zeros((*heads, TILE, row.values.shape[-1]))
+    # From the text's first key to its last, less what no query of the tile sees.
+    own = tile.layout.segments == text
+    begin = first
     last = first + count - 1
     if mask.causal:
-        last = jnp.minimum(last, jnp.where(layout.segments == text, layout.positions, 0).max())
-    begin = first // BLOCK
+        last = jnp.minimum(last, jnp.where(own, tile.layout.positions, 0).max())
     if mask.window and not mask.leading:
-        own = jnp.where(layout.segments == text, layout.positions, NO_TEXT).min()
-        begin = jnp.maximum(begin, (own - mask.window + 1) // BLOCK)
-    _, total, out = jax.lax.fori_loop(begin, last // BLOCK + 1, block, (most, total, out))
+        nearest = jnp.where(own, tile.layout.positions, NO_TEXT).min()
+        begin = jnp.maximum(begin, nearest - mask.window + 1)
+    _, total, out = jax.lax.fori_loop(
+        begin // KEY_BLOCK, last // KEY_BLOCK + 1, add_block, (most, total, out)
+    )
+    # A query that sees nothing gets 0.
     out = jnp.where(total[..., None] > 0, out / total[..., None], 0)
-    return jnp.moveaxis(out, 2, 0).reshape(TILE, -1, v.shape[-1]).astype(v.dtype)
+    return jnp.moveaxis(out, 2, 0).reshape(TILE, -1, out.shape[-1]).astype(row.values.dtype)

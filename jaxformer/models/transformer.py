@@ -21,6 +21,7 @@ from jaxformer.arrays.params import (
     rows,
     scaled,
 )
+from jaxformer.arrays.sharding import explicit_axes
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.settings import Table
 from jaxformer.config.variants import Parametrization
@@ -142,18 +143,21 @@ def hidden(
                 "model.exact=True needs a mesh of automatic axes, as jaxformer.make_mesh makes it:"
                 " each device computes its rows by itself."
             )
-        # Else the sines of positions that are constants would be computed by the compiler.
-        layouts = {"layout": inputs.layout, "source_layout": inputs.source_layout}
+        # The compiler would compute the sines of positions that are constants by other rules.
         inputs = replace(
             inputs,
-            **{
-                name: replace(layout, positions=unknown(layout.positions, inputs.tokens))
-                for name, layout in layouts.items()
-                if layout is not None
-            },
+            layout=_with_unknown_positions(inputs.layout, inputs.tokens),
+            source_layout=_with_unknown_positions(inputs.source_layout, inputs.tokens),
         )
     with exactly(config.exact):
         return MODEL_FAMILIES[config.family].hidden(params, config, inputs, cache, key, request)
+
+
+def _with_unknown_positions(layout: Any, tokens: jax.Array) -> Any:
+    """Return the layout, if there is one, with positions that the compiler does not know."""
+    if layout is None:
+        return None
+    return replace(layout, positions=unknown(layout.positions, tokens))
 
 
 def context_of(params: Params, config: ModelConfig, source: bool = False) -> int:

@@ -80,6 +80,16 @@ def prompts_of(*texts):
     return batch | {"expected": np.zeros((len(texts), 24), np.int32)}
 
 
+@pytest.mark.slow
+def test_with_exact_sums_the_sampler_and_the_step_agree_to_the_bit(folder, params):
+    run = with_settings(RUN, {"model.exact": True})
+    mesh = jf.make_mesh(devices=jax.devices()[:1])
+    rollouts = Rollouts(resolve(run, mesh, 1), byte_tokenizer())
+    batch = rollouts(prompts_of(*TEXTS), params, params, 5)
+    sums = grpo_loss(params, run.model, batch, grpo=run.grpo)
+    assert float(sums["mismatch_kl"][0]) == 0 and float(sums["mismatch_kl"][1]) > 0
+
+
 def test_the_probabilities_of_the_sampler_are_those_of_the_step(folder, params):
     """Each answer is drawn again, from the logits of the forward pass of the step."""
     start = jax.tree.map(lambda leaf: 0.9 * leaf, params)
