@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -231,8 +232,38 @@ class Writer:
         return text.is_wanted
 
 
-# What is added to a text: its number, the characters, their tokens, and why it ends, "" before.
-Addition = tuple[int, str, Made, str]
+# How Qwen, Hermes and SmolLM3 write that they call a tool.
+CALL_BEGINS = "<tool_call>"
+CALL = re.compile(rf"{CALL_BEGINS}\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+class Addition(NamedTuple):
+    """What is added to a text: its number, the characters, their tokens, why it ends ("" before),
+    and where it ends the calls of tools that are not among the characters."""
+
+    index: int
+    text: str
+    made: Made
+    reason: str
+    calls: list[dict[str, Any]]
+
+
+def calls_of(text: str) -> list[dict[str, Any]]:
+    """Return the calls of tools in a text as the API has them; none if one is malformed."""
+    calls = []
+    for index, content in enumerate(CALL.findall(text)):
+        try:
+            call = parse_object(content, "a call", "write an object")
+        except ConfigError:
+            return []
+        name = call.get("name")
+        arguments = call.get("arguments")
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return []
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        identity = f"call_{secrets.token_hex(12)}"
+        calls.append({"index": index, "id": identity, "type": "function", "function": function})
+    return calls
 
 
 class Server:
@@ -400,7 +431,8 @@ class Server:
                     )
                 )
         self.writer.submit(texts)
-        pieces = self._pieces(request, model, texts, news, stops)
+        calls = is_chat and bool(body.get("tools")) and body.get("tool_choice") != "none"
+        pieces = self._pieces(request, model, texts, news, stops, calls)
         form = Form(self, is_chat, top)
         prompt_tokens = sum(map(len, starts))
         if not body.get("stream"):
@@ -416,16 +448,19 @@ class Server:
         texts: list[Text],
         news: asyncio.Queue[Any],
         stops: list[str],
+        with_calls: bool,
     ) -> AsyncIterator[Addition]:
         """Yield what is added to the texts, as it is written, until all have ended. Nobody wants
-        them any more where this ends before."""
+        them any more where this ends before. `with_calls`: what calls tools is no text."""
 
         async def leaving() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        # The last characters, which may be the beginning of a stop string, wait for the next piece.
-        waiting = max(map(len, stops), default=1) - 1
+        # The last characters, which may be the beginning of a stop string or of a call, wait for
+        # the next piece.
+        begins = [CALL_BEGINS] if with_calls else []
+        waiting = max(map(len, [*stops, *begins]), default=1) - 1
         made: list[list[int]] = [[] for _ in texts]
         shown = [0] * len(texts)
         unfinished = len(texts)
@@ -450,8 +485,15 @@ class Server:
                     # So does a character that still lacks bytes.
                     if text.endswith("\N{REPLACEMENT CHARACTER}"):
                         end = shown[index]
+                calls = []
+                if with_calls and CALL_BEGINS in before:
+                    if reason:
+                        calls = calls_of(before)
+                    # What begins as a call and ends without one that can be read is text.
+                    if calls or not reason:
+                        end = min(end, before.index(CALL_BEGINS))
                 end = max(end, shown[index])
-                yield index, before[shown[index] : end], new, reason
+                yield Addition(index, before[shown[index] : end], new, reason, calls)
                 shown[index] = end
                 unfinished -= bool(reason)
         finally:
@@ -481,13 +523,15 @@ class Form:
         texts = [""] * count
         reasons = [""] * count
         scores: list[list[dict[str, Any]]] = [[] for _ in texts]
+        calls: list[list[dict[str, Any]]] = [[] for _ in texts]
         made = 0
-        async for index, added, new, reason in pieces:
+        async for index, added, new, reason, called in pieces:
             texts[index] += added
             reasons[index] += reason
             scores[index] += self._scores(new)
+            calls[index] += called
             made += len(new.tokens)
-        each = enumerate(zip(texts, scores, reasons, strict=True))
+        each = enumerate(zip(texts, scores, reasons, calls, strict=True))
         choices = [self._choice(index, "message", *parts) for index, parts in each]
         return self._head | {"choices": choices, "usage": _usage(prompt_tokens, made)}
 
@@ -499,11 +543,11 @@ class Form:
             head = head | {"object": "chat.completion.chunk"}
         made = 0
         try:
-            async for index, added, new, reason in pieces:
+            async for index, added, new, reason, calls in pieces:
                 made += len(new.tokens)
                 scores = self._scores(new)
                 if added or reason or scores:
-                    choice = self._choice(index, "delta", added, scores, reason)
+                    choice = self._choice(index, "delta", added, scores, reason, calls)
                     yield _event(head | {"choices": [choice]})
         except Refused as error:
             yield _event(error.body())
@@ -513,13 +557,22 @@ class Form:
         yield "data: [DONE]\n\n"
 
     def _choice(
-        self, index: int, key: str, text: str, scores: list[dict[str, Any]], reason: str
+        self,
+        index: int,
+        key: str,
+        text: str,
+        scores: list[dict[str, Any]],
+        reason: str,
+        calls: list[dict[str, Any]],
     ) -> dict[str, Any]:
         """Return one of the texts, or what is added to it; in chats it is the content of `key`."""
         logprobs: dict[str, Any] | None = None
         content: dict[str, Any] = {"text": text}
         if self._is_chat:
             content = {key: {"role": "assistant", "content": text}}
+            if calls:
+                content[key]["tool_calls"] = calls
+                reason = "tool_calls"
         if self._top is not None and self._is_chat:
             logprobs = {"content": scores}
         elif self._top is not None:

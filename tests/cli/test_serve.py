@@ -17,12 +17,15 @@ import pytest
 from browser import chromium
 from chat_templates import DOCUMENTS, FUNCTIONS, WITH_CALLS
 from served import NAME, expected, served, serving, tiny_model
+from tiny_run import PLAIN, line, train_here, write_text
 
 import jaxformer as jf
 from jaxformer.cli import main
 from jaxformer.cli.serve import Server
+from jaxformer.config.settings import with_settings
 from jaxformer.generation.refill import refill
-from jaxformer.runs.prompting import open_model, turn_of
+from jaxformer.runs.prompting import Model, open_model, start_of, turn_of
+from jaxformer.tokenizer import byte_tokenizer
 from jaxformer.tokenizer.chat import with_beside
 
 pytestmark = pytest.mark.xdist_group("serve")  # one process has the server of the tests
@@ -152,6 +155,45 @@ def test_a_chat_reads_its_tools_and_documents_and_ends_with_its_turn(server: Add
     last = chats.create(model=NAME, messages=MESSAGES, temperature=2, seed=0, n=8, max_tokens=500)
     stopped = [choice for choice in last.choices if choice.finish_reason == "stop"]
     assert stopped and all("<|im_end|>" not in (one.message.content or "") for one in stopped)
+
+
+CALLS = [{"name": "add", "arguments": {"a": 1, "text": "ü"}}, {"name": "now", "arguments": {}}]
+
+
+@pytest.mark.parametrize(
+    ("written", "shown", "calls"),
+    [
+        ("One moment.", "One moment.", []),
+        ("I add.\n{}", "I add.\n", CALLS),
+        ("{} <tool_call>{{}}</tool_call>", "{} <tool_call>{{}}</tool_call>", []),
+        ("I <tool_call>add", "I <tool_call>add", []),
+    ],
+)
+def test_calls_of_tools_are_no_text(
+    server: Address, monkeypatch: pytest.MonkeyPatch, written: str, shown: str, calls: list[Any]
+) -> None:
+    blocks = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in CALLS]
+    text = written.format("\n".join(blocks))
+
+    def text_after(model: Model, start: list[int], tokens: list[int]) -> str:
+        return text[: len(tokens)]
+
+    monkeypatch.setattr(Model, "text_after", text_after)
+    chats = client(server[0]).chat.completions
+    how: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "tools": FUNCTIONS}
+    how["max_tokens"] = len(text)
+    choice = chats.create(**how).choices[0]
+    events = [event.choices[0] for event in chats.create(stream=True, **how)]
+    deltas = [event.delta for event in events]
+    streamed = "".join(delta.content or "" for delta in deltas)
+    assert choice.message.content == streamed == shown.format("\n".join(blocks))
+    for found in (choice.message.tool_calls, deltas[-1].tool_calls):
+        functions = [call.function for call in found or []]
+        read = [{"name": f.name, "arguments": json.loads(f.arguments)} for f in functions]
+        assert read == calls
+    reason = "tool_calls" if calls else "length"
+    assert choice.finish_reason == events[-1].finish_reason == reason
+    assert not any(delta.tool_calls for delta in deltas[:-1])
 
 
 def test_log_probabilities_are_those_of_score(server: Address) -> None:
@@ -364,6 +406,28 @@ def test_int8_and_an_adapter_are_served_as_sample_takes_them(path: Path, tmp_pat
                 assert text != plain
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["run", "gguf"])
+def test_a_run_and_a_gguf_file_are_served(kind: str, tmp_path: Path) -> None:
+    if kind == "run":
+        changes = PLAIN | {"train.steps": 2, "optimizer.warmup_steps": 1}
+        changes |= {"optimizer.decay_steps": 2, "run.tracker": "none"}
+        assert train_here(line(tmp_path / "run", write_text(tmp_path / "text.txt"), changes)) == 0
+        where = tmp_path / "run"
+    else:
+        pytest.importorskip("gguf")
+        import gguf_models
+        from transformers import LlamaForCausalLM
+
+        model = gguf_models.tiny(LlamaForCausalLM)
+        where = gguf_models.written(tmp_path / "a.gguf", "llama", model)
+    with served(where, name="other") as (address, serves):
+        how: dict[str, Any] = {"model": "other", "prompt": "ab", "temperature": 0}
+        answer = client(address).completions.create(max_tokens=8, **how)
+        start, _ = start_of(serves.model, "ab")
+        assert answer.choices[0].text == expected(serves.model, start, 8)
+
+
 def test_a_path_may_be_relative(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent.parent)
     with served(Path(path.parent.name, NAME)) as (address, serves):
@@ -451,6 +515,18 @@ def test_the_page_chats(server: Address) -> None:
         assert tab.locator(".turn").count() == 0 and complaints == []
 
 
+def test_an_encoder_is_not_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bert = {"family": "encoder", "positions": "learned", "norm": "layer", "head.kind": "masked"}
+    bert |= {"norm_placement": "post", "activation": "gelu", "bias": "all", "embedding.norm": True}
+    config = with_settings(
+        jf.ModelConfig(), bert | {"vocab_size": 257, "d_model": 32, "n_heads": 2}
+    )
+    jf.save_pretrained(tmp_path, jf.init(config, jax.random.key(0)), config)
+    byte_tokenizer().save(tmp_path / "tokenizer.json")
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "jaxformer serve takes decoders that write text" in capsys.readouterr().err
+
+
 def test_what_is_not_served_is_refused_by_name(path: Path, tmp_path: Path, capsys: Any) -> None:
     lines = {
         "--rows 0": "--rows 0 must be at least 1",
@@ -459,6 +535,6 @@ def test_what_is_not_served_is_refused_by_name(path: Path, tmp_path: Path, capsy
         "--port 70000": "--port 70000 must be from 0 to 65535",
         "--host 203.0.113.1": "203.0.113.1, port 8000, cannot be bound to",
     }
-    for line, message in lines.items():
-        assert main(["serve", str(path), *line.split()]) == 2
+    for options, message in lines.items():
+        assert main(["serve", str(path), *options.split()]) == 2
         assert message in capsys.readouterr().err
