@@ -9,6 +9,7 @@ is a process of its own; the sides take turns, and the ratio is the median of th
 
 import argparse
 import asyncio
+import os
 import socket
 import statistics
 import subprocess
@@ -23,7 +24,7 @@ from typing import Any
 import httpx
 import jax
 import numpy as np
-from pairing import print_table
+from pairing import cpu_model, print_table
 
 import jaxformer as jf
 from jaxformer.generation.decode import stream_tokens
@@ -86,6 +87,7 @@ def main() -> None:
                     next(answer.iter_lines())
                 return 1
 
+            print(f"{cpu_model()}, {os.cpu_count()} cores, jax {jax.__version__}")
             _compare("tokens per second", online, offline, options.samples, False)
             _compare(
                 "seconds to the first", first_of_server, first_of_sample, options.samples, True
