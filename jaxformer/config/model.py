@@ -130,7 +130,7 @@ class ModelConfig(Section):
     n_heads=4'; what it does not name is as here."""
     dtype: PerRun[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Dtype of the matrix products; auto selects bfloat16 on GPU and TPU, float32 on CPU."""
-    exact: bool = False
+    exact: PerRun[Volatile[bool]] = False
     """Whether the logits of a text are the same bits whatever is beside it in the batch, in the row
     and in the cache (docs/exact.md); slower, and gradients stay as they are."""
     layer_loop: PerRun[Volatile[Literal["auto", "unroll", "scan"]]] = "auto"

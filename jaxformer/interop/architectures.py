@@ -39,6 +39,7 @@ COMPUTATION: Mapping[str, Any] = {
     "attention.dropout": "auto",
     "init": "gpt2",
     "dtype": "float32",
+    "exact": False,
     "layer_loop": "scan",  # which is traced once, however many layers there are
     "remat": "none",
     "attention.kernel": "xla",

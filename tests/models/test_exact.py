@@ -219,3 +219,13 @@ def test_gradients_are_those_without_it():
 def test_what_has_no_exact_form_is_refused(changes, match):
     with pytest.raises(jf.ConfigError, match=match):
         with_settings(jf.ModelConfig(), changes | {"exact": True})
+
+
+def test_a_model_is_converted_with_it(tmp_path):
+    params, config = model("llama")
+    jf.save_pretrained(tmp_path, params, config)
+    loaded = jf.load(tmp_path)
+    tokens = np.arange(20)[None]
+    restored = with_settings(loaded.config, {"exact": True})
+    assert not loaded.config.exact
+    assert bits(forward(loaded.params, restored, tokens)) == bits(forward(params, config, tokens))
