@@ -18,6 +18,7 @@ pytestmark = pytest.mark.fast
 EXPERTS = {"feed_forward": "experts", "experts.n": 5}
 YARN = {"rope.scaling": "yarn", "rope.factor": 2.0}
 DELTA = {"mixer": "delta", "positions": "none", "n_kv_heads": 0}
+EXACT = {"exact": True}
 MAMBA2 = DELTA | {"mixer": "mamba2"}
 LONG = {"rope.scaling": "longrope", "rope.factor": 2.0}
 MUP = {"parametrization": "mup", "mup_base": "d_model=16"}
@@ -95,6 +96,16 @@ REFUSED = [
     (MAMBA2 | {"positions": "rope"}, "it reads tokens in their order"),
     (MAMBA2 | {"window": 8}, "window=8 is for keys of all tokens, and model.mixer='mamba2' has"),
     (MAMBA2 | {"recurrent.decay": "channel"}, "decay='channel' is for model.mixer='delta'"),
+    (EXACT | {"layer_pattern": "dm"}, "their chunks begin where the row does"),
+    (EXACT | {"feed_forward": "experts", "experts.n": 2}, "multiplied in groups of other rows"),
+    (EXACT | {"positions": "disentangled", "family": "encoder"}, "are sums over other rows"),
+    (EXACT | {"rope.scaling": "dynamic", "rope.factor": 2.0}, "by the length of the text"),
+    (
+        EXACT
+        | {"family": "encoder", "head.kind": "classes", "head.n_classes": 2}
+        | {"head.pooling": "mean"},
+        "the order of a mean over tokens depends on the row",
+    ),
     (MAMBA2 | {"recurrent.rank": 3}, "recurrent.rank=3 is for model.mixer='delta'"),
     (DELTA | {"recurrent.norm_placement": "pre"}, "with one mixer set model.norm_placement"),
     ({"layer_pattern": "da"}, r"m \(model.mixer\), d \(delta\) and s \(mamba2\)"),

@@ -202,25 +202,6 @@ def test_gradients_are_those_without_it():
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"feed_forward": "experts", "experts.n": 2}, "exact"),
-        ({"rope.scaling": "dynamic", "rope.factor": 2.0}, "exact"),
-        ({"layer_pattern": "dm"}, "chunks begin where the row does"),
-        ({"positions": "disentangled", "family": "encoder"}, "exact"),
-        (
-            {"family": "encoder", "head.kind": "classes", "head.n_classes": 2}
-            | {"head.pooling": "mean"},
-            "pooling 'first' or 'last'",
-        ),
-    ],
-)
-def test_what_has_no_exact_form_is_refused(changes, match):
-    with pytest.raises(jf.ConfigError, match=match):
-        with_settings(jf.ModelConfig(), changes | {"exact": True})
-
-
 def test_a_model_is_converted_with_it(tmp_path):
     params, config = model("llama")
     jf.save_pretrained(tmp_path, params, config)
