@@ -324,6 +324,31 @@ def loaded_on_a_mesh(config):
     return {"equal": all(jax.tree.leaves(same)), "split": split}
 
 
+def exact_on_meshes(config):
+    """The numbers of logits that differ from those of one device with model.exact, by mesh."""
+    config, batch = with_settings(config, {"exact": True}), a_batch(16)
+    params = init_params(specs_of(config), jax.random.key(0))
+    forward = jax.jit(jf.forward, static_argnums=1)
+    expected = np.asarray(forward(params, config, batch["tokens"]))
+    differ = {}
+    for label in ("data 8", "fsdp 8"):
+        mesh = make_mesh(8) if label == "data 8" else make_mesh(1, 8)
+        shardings = map_specs(
+            lambda _, spec, mesh=mesh: parameter_sharding(mesh, spec.shape, spec.axes),
+            specs_of(config),
+        )
+        with jax.set_mesh(mesh):
+            tokens = jax.device_put(batch["tokens"], batch_sharding(mesh))
+            found = forward(jax.tree.map(jax.device_put, params, shardings), config, tokens)
+        differ[label] = int((np.asarray(found) != expected).sum())
+    with jax.set_mesh(make_mesh(8, explicit=True)):
+        try:
+            forward(params, config, batch["tokens"])
+        except jf.ConfigError as error:
+            differ["explicit"] = str(error)
+    return differ
+
+
 def main() -> None:
     if sys.argv[1:] == ["axes"]:
         json.dump(explicit_beside_automatic_axes(), sys.stdout)
@@ -341,6 +366,7 @@ def main() -> None:
     report["explicit"] = list(explicit)
     if not slow:
         report["pretrained"] = loaded_on_a_mesh(runs["llama"].model)
+        report["exact"] = exact_on_meshes(runs["llama"].model)
     json.dump(report, sys.stdout)
 
 

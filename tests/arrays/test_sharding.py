@@ -48,5 +48,12 @@ def test_muon_exchanges_no_more_than_a_gather_of_each_matrix():
 
 
 @only_most_used
+def test_exact_logits_of_a_mesh_are_those_of_one_device_to_the_bit(report):
+    differ = report["exact"]
+    assert differ["data 8"] == differ["fsdp 8"] == 0
+    assert "needs a mesh of automatic axes" in differ["explicit"]
+
+
+@only_most_used
 def test_a_model_directory_is_written_from_a_mesh_and_read_onto_one(report):
     assert report["pretrained"] == {"equal": True, "split": 4}
