@@ -132,6 +132,8 @@ def _has_turned_head(params: Params, config: ModelConfig) -> bool:
     branch, name = matrix_path(config)
     is_int8 = isinstance(params.get(branch, {}).get(name), Int8Weight)
     in_float32 = compute_dtype(config) == jnp.float32
+    if config.exact:
+        return False
     return is_int8 and in_float32 and platform() == "cpu" and not explicit_axes()
 
 
@@ -192,6 +194,9 @@ def _layer(stacked: Params, index: np.int32, config: ModelConfig, prefix: str) -
         return OutputMajor(jnp.moveaxis(leaf, range(n), range(-n, 0)), n)
 
     layer = _cast(layer, config)
+    if config.exact:
+        # A turned matrix is multiplied by sums in another order.
+        return layer
     return jax.tree.map_with_path(turned, layer, is_leaf=is_custom)  # type: ignore[no-any-return]
 
 
