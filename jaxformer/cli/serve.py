@@ -241,7 +241,7 @@ class Addition(NamedTuple):
     """What is added to a text: its number, the characters, their tokens, why it ends ("" before),
     and where it ends the calls of tools that are not among the characters."""
 
-    index: int
+    number: int
     text: str
     made: Made
     reason: str
