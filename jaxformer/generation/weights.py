@@ -201,5 +201,8 @@ def _layer(stacked: Params, index: np.int32, config: ModelConfig, prefix: str) -
 
 
 def _cast(params: Params, config: ModelConfig) -> Params:
+    if config.exact:
+        # `jf.forward` reads the scales of norms as they are.
+        return params
     dtype = compute_dtype(config)
     return jax.tree.map(lambda w: w.astype(dtype), params, is_leaf=is_custom)  # type: ignore[no-any-return]

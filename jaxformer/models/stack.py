@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxformer.arrays.exact import rounded
 from jaxformer.arrays.params import Params, Specs, is_custom, map_specs, rows, stack, unstack
 from jaxformer.arrays.sharding import platform
 from jaxformer.config.model import ModelConfig
@@ -172,6 +173,8 @@ def run_stack(
     """Map [B, T, D] -> [B, T, D] in the compute dtype, with the mask and the cache of `stack_mask`.
     All layers share the call."""
     x = x.astype(compute_dtype(config))
+    if config.exact:
+        x = rounded(x)
     scoring = stack_scoring(params, config, call.mask, x.dtype)
     call = call._replace(mask=call.mask._replace(scoring=scoring))
     # The bias of a layer is of tokens in order, as is that of a stack.

@@ -143,9 +143,10 @@ def test_scan_and_lengths_of_rows_change_no_bit(dtype):
 
 
 @pytest.mark.slow
-def test_what_is_written_has_the_log_probabilities_of_its_score():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_written_has_the_log_probabilities_of_its_score(dtype):
     """In rows beside others that begin earlier and end later, and by beams."""
-    params, config = model("wide")
+    params, config = model("wide", dtype)
     score = jax.jit(jf.score, static_argnums=1)
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, 97, length).tolist() for length in (3, 20, 1, 9)]
