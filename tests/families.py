@@ -172,6 +172,18 @@ def pairwise():
     return choices, apart
 
 
+def holding_each_option(choices, factors=tuple(VARIANTS)):
+    """The fewest of these choices, one after another, that together hold each option of these
+    factors that one of them has."""
+    missing = {option for choice in choices for option in choice.items() if option[0] in factors}
+    chosen = []
+    while missing:
+        best = max(choices, key=lambda choice: len(missing & choice.items()))
+        chosen.append(best)
+        missing -= best.items()
+    return chosen
+
+
 @functools.cache
 def params_of(config):
     """Params well away from their initial values; a leaf depends on its path and shape alone.

@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import BASE, LAYOUTS, alone, cached, config_of, laid_out, pairwise, params_of, where
+from families import (
+    BASE,
+    LAYOUTS,
+    alone,
+    cached,
+    config_of,
+    holding_each_option,
+    laid_out,
+    pairwise,
+    params_of,
+    where,
+)
 from products import slow_but
 
 import jaxformer as jf
@@ -33,19 +44,7 @@ def exact(choice):
         return None
 
 
-def holding_each_option():
-    """The fewest pairs of variants, one after another, that together hold each option."""
-    choices = [choice for choice in pairwise()[0] if exact(choice)]
-    missing = {option for choice in choices for option in choice.items()}
-    chosen = []
-    while missing:
-        best = max(choices, key=lambda choice: len(missing & choice.items()))
-        chosen.append(best)
-        missing -= best.items()
-    return chosen
-
-
-CHOICES = holding_each_option()
+CHOICES = holding_each_option([choice for choice in pairwise()[0] if exact(choice)])
 
 
 def bits(array):

@@ -29,6 +29,7 @@ from families import (
     cached,
     config_of,
     fits,
+    holding_each_option,
     laid_out,
     meet,
     pairwise,
@@ -44,18 +45,6 @@ WRITERS = ("decoder", "encoder_decoder")
 # What mixes tokens, so that packing or a cache could change it.
 MIXING = ("family", "heads", "window", "scores", "norm_placement", "residual", "kernel")
 PAIRS, APART = pairwise()
-
-
-def holding_each_option(choices):
-    """The fewest of these choices, one after another, that together hold each option of what mixes
-    tokens."""
-    missing = {(factor, option) for factor in MIXING for option in VARIANTS[factor]}
-    chosen = []
-    while missing:
-        best = max(choices, key=lambda choice: len(missing & choice.items()))
-        chosen.append(best)
-        missing -= best.items()
-    return chosen
 
 
 def small(family, positions, **changes):
@@ -104,7 +93,7 @@ def test_packing_padding_and_caching_change_nothing(positions, family):
 
 @pytest.mark.parametrize(
     "choice",
-    slow_but(PAIRS, *holding_each_option(PAIRS)),
+    slow_but(PAIRS, *holding_each_option(PAIRS, MIXING)),
     ids=lambda choice: " ".join(o for f, o in choice.items() if o != BASE[f]),
 )
 def test_every_pair_of_variants_is_packed_and_cached_as_it_is_alone(choice):
