@@ -147,6 +147,7 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
         return
     request = StopRequest()
     first = 0.0
+    unraisable = sys.unraisablehook
     previous: dict[int, Any] = {}
     for stopping in STOPPING:
         handler = signal.getsignal(stopping)
@@ -162,14 +163,25 @@ def watched(ends: bool = False) -> Iterator[StopRequest]:
             signal.raise_signal(number)
         request.note(number)
 
+    def dropped(failure: Any) -> None:
+        # A finalizer or a callback of the garbage collector lets no exception out. The signal comes
+        # once more, when that has ended.
+        if isinstance(failure.exc_value, Stopped):
+            request.signal = None
+            threading.Timer(0.01, os.kill, (os.getpid(), failure.exc_value.signal)).start()
+        else:
+            unraisable(failure)
+
     watch = _Watch(request, [*previous]) if ends else None
     for number in previous:
         signal.signal(number, handle)
+    sys.unraisablehook = dropped
     _current = request
     try:
         yield request
     finally:
         _current = None
+        sys.unraisablehook = unraisable
         for number, handler in previous.items():
             # After a finished run the process has only to exit, and the previous handler might end
             # it with the status of a failure.

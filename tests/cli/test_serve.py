@@ -209,19 +209,21 @@ def test_log_probabilities_are_those_of_score(server: Address) -> None:
     of_tokens = np.asarray(scores.log_probs)[0, len(start) :]
     np.testing.assert_allclose(logprobs.token_logprobs, of_tokens, atol=2e-5)
     chats = client(address).chat.completions
-    texts: list[Any] = []
+    texts: list[list[str]] = []
+    numbers: list[list[float]] = []
     for stream in (False, True):
         said: Any = chats.create(
             messages=MESSAGES, logprobs=True, top_logprobs=3, stream=stream, **how
         )
         events = [choice for event in (said if stream else [said]) for choice in event.choices]
         content = [each for one in events if one.logprobs for each in one.logprobs.content]
-        texts.append([(each.token, each.logprob) for each in content])
+        texts.append([each.token for each in content])
+        numbers.append([each.logprob for each in content])
     _, start = turn_of(model, MESSAGES)
     made = [each.bytes[0] for each in content]
     scores = jf.score(model.params, model.config, np.array([[*start, *made]]), top=3)
     of_tokens = np.asarray(scores.log_probs)[0, len(start) :]
-    np.testing.assert_allclose([each.logprob for each in content], of_tokens, atol=2e-5)
+    np.testing.assert_allclose(numbers, [of_tokens, of_tokens], atol=2e-5)
     tops = [[top.logprob for top in each.top_logprobs] for each in content]
     best = np.asarray(scores.alternative_log_probs)[0, len(start) :]
     np.testing.assert_allclose(tops, best, atol=2e-5)

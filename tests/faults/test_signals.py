@@ -241,7 +241,7 @@ def test_a_second_signal_ends_at_once() -> None:
 
 @fault(
     "in a callback of the garbage collector, where Python drops its exception",
-    "It is obeyed within 5 s.",
+    "It is obeyed once that has ended.",
 )
 def test_a_signal_whose_exception_python_drops() -> None:
     code = (
@@ -255,7 +255,6 @@ def test_a_signal_whose_exception_python_drops() -> None:
         "    time.sleep(60)\n"
         "sys.exit(guarded(run))"
     )
-    began = time.monotonic()
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 143 and time.monotonic() - began < SECONDS
-    assert process.stderr.endswith("interrupted: stopped by SIGTERM\n")
+    assert process.returncode == 143
+    assert process.stderr == "interrupted: stopped by SIGTERM\n"

@@ -45,7 +45,7 @@ RUN = jf.RunConfig(
     run=RunSettings(seed=3),
     model=MODEL,
     data=DataConfig(objective="grpo", source_length=16, sequence_length=24),
-    grpo=GRPOConfig(reward="rewards:length_of", group=4, new_tokens=8, temperature=0.9, kl=0.1),
+    grpo=GRPOConfig(reward="scoring:length_of", group=4, new_tokens=8, temperature=0.9, kl=0.1),
     train=TrainConfig(batch_size=8, microbatches=1),
 )
 TEXTS = ["a", "some text"]
@@ -53,7 +53,7 @@ TEXTS = ["a", "some text"]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "rewards.py").write_text(SOURCE)
+    (tmp_path / "scoring.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -144,11 +144,11 @@ def test_a_step_in_microbatches_is_the_whole_one(folder, params):
     ("reward", "message"),
     [
         ("", "grpo.reward='' cannot be used"),
-        ("rewards:nothing", "has no attribute 'nothing'.*name a function as module:function"),
+        ("scoring:nothing", "has no attribute 'nothing'.*name a function as module:function"),
         ("no_rewards:length_of", "No module named 'no_rewards'"),
-        ("rewards:number", "it is of type int"),
-        ("rewards:too_few", r"an array \[1\]: it must return a finite number for each of the 8"),
-        ("rewards:unknown", "a finite number for each of"),
+        ("scoring:number", "it is of type int"),
+        ("scoring:too_few", r"an array \[1\]: it must return a finite number for each of the 8"),
+        ("scoring:unknown", "a finite number for each of"),
     ],
 )
 def test_a_reward_that_cannot_be_used_is_refused(reward, message, folder, params):
@@ -162,7 +162,7 @@ def test_a_reward_that_cannot_be_used_is_refused(reward, message, folder, params
         ({"grpo.group": 3}, "train.batch_size=8 answers do not divide into groups of grpo.group=3"),
         ({"grpo.new_tokens": 9}, "data.source_length=16 tokens and an answer of grpo.new_tokens=9"),
         ({"data.source_length": 0}, "a prompt of data.source_length=24 tokens"),
-        ({"data.objective": "causal"}, "grpo.reward='rewards:length_of' and the other settings"),
+        ({"data.objective": "causal"}, "grpo.reward='scoring:length_of' and the other settings"),
         ({"data.packing": "best_fit"}, "data.packing=best_fit cannot be had"),
         ({"train.products": "fp8"}, "train.products=fp8: the objective 'grpo' compares"),
         ({"train.z_loss": 0.1}, "the loss of the objective 'grpo' takes no z_loss"),
@@ -300,7 +300,7 @@ def test_rewards_read_the_target_of_each_prompt_and_messages_end_with_a_prompt(b
             for n in range(20)
         )
     )
-    changes = {"data.target_field": "solution", "grpo.reward": "rewards:near_target"}
+    changes = {"data.target_field": "solution", "grpo.reward": "scoring:near_target"}
     changes |= {"data.train": "solved.jsonl", "tokenizer.chat_template": "chat.jinja"}
     changes |= {"data.validation_fraction": 0, "train.steps": 1, "grpo.kl": 0.0}
     assert train_here(arguments(base, "targets", changes)) == 0
