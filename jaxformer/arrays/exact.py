@@ -7,6 +7,7 @@ one shape is all that ever computes a row.
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -106,6 +107,14 @@ def rounded(x: jax.Array) -> jax.Array:
         return x
     info = jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def sum_in_order(x: jax.Array, axis: int) -> jax.Array:
+    """Return the sum over an axis of a few numbers, one after the other where it is exact."""
+    if not is_exact():
+        return x.sum(axis)
+    terms = jnp.moveaxis(x.astype(jnp.float32), axis, 0)
+    return functools.reduce(jnp.add, terms).astype(x.dtype)
 
 
 def sum_of_powers(x: jax.Array) -> jax.Array:

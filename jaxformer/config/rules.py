@@ -48,7 +48,6 @@ NEEDS = {
         "unnormed_layers": "with the others no norm is before a mixer",
     },
     ("feed_forward", "experts"): {"experts.n": "the other has none"},
-    ("feed_forward", "ffn"): {"exact": "experts are multiplied in groups of other rows"},
     ("positions", "rope learned sinusoidal alibi t5 none"): {
         "exact": "disentangled scores are sums over other rows"
     },
@@ -215,6 +214,11 @@ def _further_conflicts(config: Any) -> Iterator[str]:
             " head has keys of its own, so set it to 0."
         )
     yield from _recurrent(config)
+    if config.exact and config.experts.capacity:
+        yield (
+            "exact=True needs model.experts.capacity=0: a token is dropped because of the others in"
+            " its row."
+        )
     if config.exact and config.output in ("classes", "projection") and config.pooled == "mean":
         yield (
             f"exact=True needs model.head.pooling 'first' or 'last' with model.head.kind="

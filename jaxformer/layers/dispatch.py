@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxformer.arrays.exact import sum_in_order
 from jaxformer.arrays.params import Params, Specs, is_custom
 from jaxformer.arrays.sharding import (
     PARAMETERS,
@@ -94,7 +95,7 @@ def _gather(x: jax.Array, pairs: ExpertRows) -> jax.Array:
 
 def _combine(y: jax.Array, pairs: ExpertRows) -> jax.Array:
     # [N, K, D] -> [N, D]. A pair without an expert reads any row, and counts 0.
-    return jnp.where(pairs.real[..., None], y[pairs.row], 0).sum(1)
+    return sum_in_order(jnp.where(pairs.real[..., None], y[pairs.row], 0), 1)
 
 
 # The transpose of `_gather` is `_combine`, and the reverse. JAX's own are scatters, which a GPU

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxformer.arrays.exact import by_tiles, is_exact, sum_in_order
 from jaxformer.arrays.params import Params, Spec, Specs, contract, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
@@ -100,9 +101,12 @@ def route(
         logits += params["router_bias"].astype(jnp.float32)
     logits = constrain(logits, TOKEN_AXES)
     # float32 [B, T, E]: in 16 bits a small error would send a token to another expert.
-    scores = (
-        jax.nn.sigmoid(logits) if config.experts.router == "sigmoid" else jax.nn.softmax(logits)
-    )
+    if config.experts.router == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    elif is_exact():
+        scores = by_tiles(jax.nn.softmax, logits, 2)
+    else:
+        scores = jax.nn.softmax(logits)
     select = scores
     if config.experts.router_bias == "balanced":
         # It selects experts, and the weights are of the scores without it (arXiv:2408.15664).
@@ -120,7 +124,7 @@ def route(
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.experts.renormalize:
         # Sigmoids may all be 0 in float32, and their sum too.
-        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        weights = weights / (sum_in_order(weights, -1)[..., None] + 1e-20)
     weights = weights * config.experts.scale
     segments = mask.queries.segments
     real = jnp.ones(x.shape[:2], bool)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxformer.arrays.exact import TILE, is_exact, with_derivatives_of
 from jaxformer.arrays.params import product
 from jaxformer.config.settings import ImportedRow, Table
 from jaxformer.config.variants import ExpertKernel
@@ -114,6 +115,8 @@ def _loop(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool = False
     """Multiply in a loop over blocks of rows of one group. A block writes all its rows, those that
     are not of its group as 0, and the next group then writes over those of its own."""
     blocks = row_blocks(len(x), sizes)
+    if is_exact():
+        blocks = row_blocks(len(x), sizes, TILE, TILE)
     width = w.shape[1 if transposed else 2]
     # A block that begins in the last rows reads and writes beyond them.
     padded = jnp.pad(x, ((0, blocks.rows), (0, 0)))
@@ -196,6 +199,16 @@ class GroupedRows(NamedTuple):
 
     def product(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """Map x [M, A], w [E, A, B] -> [M, B]: the rows of group e times w[e]."""
-        if self.kernel == "xla":
-            return _dense(x, w, self.sizes)
-        return _with_gradients("loop" if self.kernel == "auto" else self.kernel, x, w, self.sizes)
+
+        def plain(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+            if self.kernel == "xla":
+                return _dense(x, w, sizes)
+            return _with_gradients("loop" if self.kernel == "auto" else self.kernel, x, w, sizes)
+
+        def in_tiles(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+            return _loop(x, w, sizes)
+
+        run = plain
+        if is_exact():
+            run = with_derivatives_of(plain, in_tiles)
+        return run(x, w, self.sizes)

@@ -27,12 +27,29 @@ from jaxformer.generation.sampling import NUMBERS, Sampling
 from jaxformer.losses.heads import head_loss
 
 SIZES = dict(vocab_size=97, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, max_length=256)
+EXPERTS = {
+    "experts": {"experts.n": 5, "bias": "all", "experts.router_bias": "learned"},
+    "experts in groups": {
+        "experts.n": 6,
+        "experts.per_token": 3,
+        "experts.groups": 3,
+        "experts.top_groups": 2,
+        "experts.router": "sigmoid",
+        "experts.router_bias": "balanced",
+        "experts.shared_ff": 12,
+        "experts.shared_gate": True,
+        "experts.dense_layers": 1,
+        "experts.kernel": "xla",
+    },
+}
+EXPERTS = {name: {"feed_forward": "experts"} | settings for name, settings in EXPERTS.items()}
 FAMILIES = {
     "llama": {},
     "gpt2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": "all"},
     # So wide that a product with a transposed matrix has other bits.
     "wide": {"d_model": 256, "n_layers": 1},
     "encoder": {"family": "encoder", "norm": "layer", "positions": "alibi"},
+    **EXPERTS,
 }
 LENGTH = 192  # of a row: three blocks of keys, twelve tiles
 
@@ -45,20 +62,21 @@ def exact(choice):
 
 
 CHOICES = holding_each_option([choice for choice in pairwise()[0] if exact(choice)])
+CONFIGS = {
+    " ".join(o for f, o in choice.items() if o != BASE[f]): exact(choice) for choice in CHOICES
+}
+CONFIGS |= {name: with_settings(exact(BASE), settings) for name, settings in EXPERTS.items()}
+NAMES = [*CONFIGS]
 
 
 def bits(array):
     return np.asarray(array).tobytes()
 
 
-@pytest.mark.parametrize(
-    "choice",
-    slow_but(CHOICES, CHOICES[0]),
-    ids=lambda choice: " ".join(o for f, o in choice.items() if o != BASE[f]),
-)
-def test_each_kind_of_layer_has_the_bits_of_a_document_alone(choice):
+@pytest.mark.parametrize("name", slow_but(NAMES, NAMES[0], "experts in groups"))
+def test_each_kind_of_layer_has_the_bits_of_a_document_alone(name):
     """In rows of all layouts and with a cache, in pieces of 3 tokens and of 1."""
-    config = exact(choice)
+    config = CONFIGS[name]
     params = params_of(config)
     forward = jax.jit(jf.forward, static_argnums=1)
     expected = forward(params, config, **alone(config))
@@ -109,7 +127,7 @@ def packings(rng, rows):
         *(
             pytest.param(rows, dtype, name, marks=pytest.mark.slow)
             for rows, dtype in ((60, "float32"), (4, "bfloat16"))
-            for name in ("llama", "gpt2", "encoder")
+            for name in ("llama", "gpt2", "encoder", "experts")
         ),
     ],
 )
@@ -183,8 +201,9 @@ def take(writer, made):
         made[row, number][1].extend(new.log_probs.tolist())
 
 
-def test_gradients_are_those_without_it():
-    params, config = model("gpt2")
+@pytest.mark.parametrize("name", slow_but(["gpt2", *EXPERTS], "gpt2"))
+def test_gradients_are_those_without_it(name):
+    params, config = model(name)
     tokens = np.random.default_rng(1).integers(0, 97, (2, 20))
 
     def gradients(config):

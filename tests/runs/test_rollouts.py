@@ -58,10 +58,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def sharp_params(model):
+    """Sharper than initial values."""
+    return jax.tree.map(lambda leaf: 3 * leaf, jf.init(model, jax.random.key(0)))
+
+
 @pytest.fixture(scope="module")
 def params():
-    """Sharper than initial values."""
-    return jax.tree.map(lambda leaf: 3 * leaf, jf.init(MODEL, jax.random.key(0)))
+    return sharp_params(MODEL)
 
 
 def rollouts_of(**changes):
@@ -81,8 +85,11 @@ def prompts_of(*texts):
 
 
 @pytest.mark.slow
-def test_with_exact_sums_the_sampler_and_the_step_agree_to_the_bit(folder, params):
-    run = with_settings(RUN, {"model.exact": True})
+@pytest.mark.parametrize("kind", ["ffn", "experts"])
+def test_with_exact_sums_the_sampler_and_the_step_agree_to_the_bit(folder, kind):
+    settings = {"model.feed_forward": kind, "model.experts.n": 4 if kind == "experts" else 0}
+    run = with_settings(RUN, {"model.exact": True} | settings)
+    params = sharp_params(run.model)
     mesh = jf.make_mesh(devices=jax.devices()[:1])
     rollouts = Rollouts(resolve(run, mesh, 1), byte_tokenizer())
     batch = rollouts(prompts_of(*TEXTS), params, params, 5)
