@@ -244,11 +244,6 @@ def _further_conflicts(config: Any) -> Iterator[str]:
 def _recurrent(config: Any) -> Iterator[str]:
     mixers = {config.mixer} | {RECURRENT.get(letter, "") for letter in config.layer_pattern}
     mixers &= {*RECURRENT.values()}
-    if mixers and config.exact:
-        yield (
-            "exact=True is not for model.mixer='delta' or 'mamba2', or d or s in"
-            " model.layer_pattern: their chunks begin where the row does, so set it to False."
-        )
     if not mixers:
         if config.recurrent != type(config.recurrent)():
             yield (

@@ -14,6 +14,7 @@ It reads tokens in the order of their rows, whatever their positions, and is cau
 import jax
 import jax.numpy as jnp
 
+from jaxformer.arrays.exact import by_tiles, is_exact
 from jaxformer.arrays.params import Params, Spec, Specs, ones, zeros
 from jaxformer.arrays.sharding import constrain
 from jaxformer.config.model import ModelConfig
@@ -68,11 +69,17 @@ def _norm_of_groups(params: Params, config: ModelConfig, x: jax.Array) -> jax.Ar
     """Return x [B, T, N, W] after an RMS norm over all heads that have one key."""
     heads = x.shape[2]
     groups = config.recurrent_key_heads
-    # The means of devices with other heads are needed, and not their heads.
-    squares = constrain(jnp.square(x).mean(-1), ("batch", "sequence", None))  # [B, T, N]
-    squares = squares.reshape(*x.shape[:2], groups, heads // groups).mean(-1)
-    root = jnp.repeat(jax.lax.rsqrt(squares + config.norm_eps), heads // groups, axis=2)
-    return x * root[..., None] * params["norm"]
+
+    def run(x: jax.Array, scale: jax.Array) -> jax.Array:
+        # The means of devices with other heads are needed, and not their heads.
+        squares = constrain(jnp.square(x).mean(-1), ("batch", "sequence", None))  # [B, T, N]
+        squares = squares.reshape(*x.shape[:2], groups, heads // groups).mean(-1)
+        root = jnp.repeat(jax.lax.rsqrt(squares + config.norm_eps), heads // groups, axis=2)
+        return x * root[..., None] * scale
+
+    if is_exact():
+        return by_tiles(run, x, 2, params["norm"])
+    return run(x, params["norm"])
 
 
 def _formula(config: ModelConfig) -> tuple[str, ...]:

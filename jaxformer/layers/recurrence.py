@@ -29,6 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxformer.arrays.exact import is_exact, unknown, with_derivatives_of
 from jaxformer.arrays.params import Params, Spec, Specs, wide_product
 from jaxformer.arrays.sharding import (
     Axes,
@@ -427,7 +428,11 @@ def read_texts(
     few = x.shape[1] // devices_along(tokens) < config.recurrent.convolution - 1
     if cache is not None or few:
         tokens = None
-    run = functools.partial(_on_device, config, cache is not None, tokens is not None, prepare)
+    run: Callable[..., Any] = functools.partial(
+        _on_device, config, cache is not None, tokens is not None, prepare
+    )
+    if is_exact() and tokens is None:
+        run = with_derivatives_of(run, functools.partial(_token_by_token, config, prepare))
     read: tuple[Any, ...] = projected, weights, log_decay, rate, begins, real, kept
     if math.prod(free_axes().values()) > 1:
         heads_of = {"q": keys, "k": keys, "v": heads}
@@ -457,6 +462,53 @@ def read_texts(
 
 def _resharded(place: PartitionSpec, tree: Any) -> Any:
     return jax.tree.map(lambda array: jax.sharding.reshard(array, place), tree)
+
+
+def _token_by_token(
+    config: ModelConfig,
+    prepare: Prepare,
+    projected: dict[str, jax.Array],
+    weights: dict[str, jax.Array],
+    log_decay: jax.Array,
+    rate: jax.Array,
+    begins: jax.Array,
+    real: jax.Array,
+    kept: dict[str, jax.Array],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return what `_on_device` does of whole rows, of which each token is read as in decoding: one
+    program of one token, whose bits depend on no other token than those before it in its text."""
+    batch, length = begins.shape
+
+    def read(i: jax.Array, done: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        out, kept = done
+        row = i // length
+        at = i % length
+
+        def token_of(a: jax.Array) -> jax.Array:
+            start = [row, at] + [0] * (a.ndim - 2)
+            return jax.lax.dynamic_slice(a, start, (1, 1, *a.shape[2:]))
+
+        before = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, row, 1), kept)
+        of_token, after = _on_device(
+            config,
+            True,
+            False,
+            prepare,
+            jax.tree.map(token_of, projected),
+            weights,
+            token_of(log_decay),
+            token_of(rate),
+            token_of(begins),
+            token_of(real),
+            before,
+        )
+        kept = jax.tree.map(
+            lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new, row, 0), kept, after
+        )
+        return jax.lax.dynamic_update_slice(out, of_token, (row, at, 0, 0)), kept
+
+    out = jnp.zeros(projected["v"].shape, jnp.float32)
+    return jax.lax.fori_loop(0, unknown(batch * length, log_decay), read, (out, kept))
 
 
 def _on_device(

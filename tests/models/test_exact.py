@@ -43,6 +43,10 @@ EXPERTS = {
     },
 }
 EXPERTS = {name: {"feed_forward": "experts"} | settings for name, settings in EXPERTS.items()}
+RECURRENT = {
+    name: {"layer_pattern": pattern, "recurrent.key_heads": 2, "recurrent.chunk": 8}
+    for name, pattern in (("delta", "dm"), ("mamba2", "sm"))
+}
 FAMILIES = {
     "llama": {},
     "gpt2": {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": "all"},
@@ -50,6 +54,7 @@ FAMILIES = {
     "wide": {"d_model": 256, "n_layers": 1},
     "encoder": {"family": "encoder", "norm": "layer", "positions": "alibi"},
     **EXPERTS,
+    **RECURRENT,
 }
 LENGTH = 192  # of a row: three blocks of keys, twelve tiles
 
@@ -67,13 +72,14 @@ CONFIGS = {
 }
 CONFIGS |= {name: with_settings(exact(BASE), settings) for name, settings in EXPERTS.items()}
 NAMES = [*CONFIGS]
+(MAMBA2,) = [name for name in NAMES if "mamba2" in name.split()]
 
 
 def bits(array):
     return np.asarray(array).tobytes()
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, NAMES[0], "experts in groups"))
+@pytest.mark.parametrize("name", slow_but(NAMES, NAMES[0], "experts in groups", MAMBA2))
 def test_each_kind_of_layer_has_the_bits_of_a_document_alone(name):
     """In rows of all layouts and with a cache, in pieces of 3 tokens and of 1."""
     config = CONFIGS[name]
@@ -127,7 +133,7 @@ def packings(rng, rows):
         *(
             pytest.param(rows, dtype, name, marks=pytest.mark.slow)
             for rows, dtype in ((60, "float32"), (4, "bfloat16"))
-            for name in ("llama", "gpt2", "encoder", "experts")
+            for name in ("llama", "gpt2", "encoder", "experts", *RECURRENT)
         ),
     ],
 )
@@ -201,7 +207,7 @@ def take(writer, made):
         made[row, number][1].extend(new.log_probs.tolist())
 
 
-@pytest.mark.parametrize("name", slow_but(["gpt2", *EXPERTS], "gpt2"))
+@pytest.mark.parametrize("name", slow_but(["gpt2", *EXPERTS, *RECURRENT], "gpt2"))
 def test_gradients_are_those_without_it(name):
     params, config = model(name)
     tokens = np.random.default_rng(1).integers(0, 97, (2, 20))
