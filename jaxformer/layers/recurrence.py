@@ -479,6 +479,13 @@ def _token_by_token(
     program of one token, whose bits depend on no other token than those before it in its text."""
     batch, length = begins.shape
 
+    def padded(a: jax.Array) -> jax.Array:
+        # Two rows more than there are: of fewer than three XLA for CPUs makes another loop, which
+        # rounds other products before it adds them (jaxlib 0.10.2).
+        return jnp.pad(a, [(0, 2)] + [(0, 0)] * (a.ndim - 1))
+
+    tokens = jax.tree.map(padded, (projected, log_decay, rate, begins, real))
+
     def read(i: jax.Array, done: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         out, kept = done
         row = i // length
@@ -489,26 +496,18 @@ def _token_by_token(
             return jax.lax.dynamic_slice(a, start, (1, 1, *a.shape[2:]))
 
         before = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, row, 1), kept)
+        x, log_decay, rate, begins, real = jax.tree.map(token_of, tokens)
         of_token, after = _on_device(
-            config,
-            True,
-            False,
-            prepare,
-            jax.tree.map(token_of, projected),
-            weights,
-            token_of(log_decay),
-            token_of(rate),
-            token_of(begins),
-            token_of(real),
-            before,
+            config, True, False, prepare, x, weights, log_decay, rate, begins, real, before
         )
         kept = jax.tree.map(
             lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new, row, 0), kept, after
         )
         return jax.lax.dynamic_update_slice(out, of_token, (row, at, 0, 0)), kept
 
-    out = jnp.zeros(projected["v"].shape, jnp.float32)
-    return jax.lax.fori_loop(0, unknown(batch * length, log_decay), read, (out, kept))
+    start = jax.tree.map(padded, (jnp.zeros(projected["v"].shape, jnp.float32), kept))
+    done = jax.lax.fori_loop(0, unknown(batch * length, log_decay), read, start)
+    return jax.tree.map(lambda a: a[:batch], done)
 
 
 def _on_device(

@@ -1,6 +1,7 @@
 """model.exact: the logits of a text have the same bits, whatever is beside it."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +164,22 @@ def test_scan_and_lengths_of_rows_change_no_bit(dtype):
     scanned = with_settings(config, {"layer_loop": "scan"})
     assert bits(forward(params, scanned, tokens)) == bits(expected)
     assert bits(forward(params, config, tokens[1:, :40])) == bits(expected[1:, :40])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", *RECURRENT])
+def test_a_row_has_its_bits_without_other_rows_in_an_optimized_program(name):
+    config = with_settings(jf.ModelConfig(), SIZES | FAMILIES[name] | {"exact": True})
+    config = with_settings(config, {"d_model": 256})
+    params = params_of(config)
+    # Tests have other values of these otherwise.
+    options = {"xla_backend_optimization_level": 3}
+    if "fusion_emitters" in os.environ["XLA_FLAGS"]:
+        options["xla_cpu_use_fusion_emitters"] = True
+    run = jax.jit(jf.forward, static_argnums=1, compiler_options=options)
+    tokens = np.random.default_rng(1).integers(0, 97, (4, 24))
+    expected = run(params, config, tokens)
+    assert bits(run(params, config, tokens[1:2])) == bits(expected[1:2])
 
 
 @pytest.mark.slow
