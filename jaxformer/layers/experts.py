@@ -247,8 +247,19 @@ def _expert_rows(
     bias = weights.get("down_bias")
     if bias is not None:
         # Scaled as the product is, which had its scale before.
-        y = y + scale * _added_bias(jnp.zeros_like(y), bias, groups.sizes)
+        added = _added_bias(jnp.zeros_like(y), bias, groups.sizes)
+        if is_exact():
+            # A compiler may round once or twice here, which it decides by the number of rows.
+            y = by_tiles(_scaled_sum, jnp.concatenate([y, added, scale], axis=-1), 1)
+        else:
+            y = y + scale * added
     return y
+
+
+def _scaled_sum(rows: jax.Array) -> jax.Array:
+    """Map rows of y, added and scale [M, D + D + 1] -> y + scale added, [M, D]."""
+    width = rows.shape[-1] // 2
+    return rows[:, :width] + rows[:, -1:] * rows[:, width:-1]
 
 
 def dispatch_of(config: ModelConfig, length: int, capped: bool) -> Dispatch:

@@ -480,8 +480,8 @@ def _token_by_token(
     batch, length = begins.shape
 
     def padded(a: jax.Array) -> jax.Array:
-        # Two rows more than there are: of fewer than three XLA for CPUs makes another loop, which
-        # rounds other products before it adds them (jaxlib 0.10.2).
+        # Two rows more than there are: with fewer than three XLA for CPUs makes another program
+        # of the loop, which has other bits (seen with jaxlib 0.10.2).
         return jnp.pad(a, [(0, 2)] + [(0, 0)] * (a.ndim - 1))
 
     tokens = jax.tree.map(padded, (projected, log_decay, rate, begins, real))

@@ -19,6 +19,8 @@ from families import (
     params_of,
     where,
 )
+from pretrained import loaded
+from pretrained_variants import FAMILY
 from products import slow_but
 
 import jaxformer as jf
@@ -74,29 +76,50 @@ CONFIGS = {
 CONFIGS |= {name: with_settings(exact(BASE), settings) for name, settings in EXPERTS.items()}
 NAMES = [*CONFIGS]
 (MAMBA2,) = [name for name in NAMES if "mamba2" in name.split()]
+# The families of Hugging Face that are refused, and why.
+REFUSED = {"deberta": "disentangled scores are sums over other rows"}
+
+
+forward = jax.jit(jf.forward, static_argnums=1)
 
 
 def bits(array):
     return np.asarray(array).tobytes()
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, NAMES[0], "experts in groups", MAMBA2))
-def test_each_kind_of_layer_has_the_bits_of_a_document_alone(name):
-    """In rows of all layouts and with a cache, in pieces of 3 tokens and of 1."""
-    config = CONFIGS[name]
-    params = params_of(config)
-    forward = jax.jit(jf.forward, static_argnums=1)
+def assert_bits_of_documents(params, config, *sizes):
+    """In rows of all layouts, and with a cache in pieces of so many tokens."""
     expected = forward(params, config, **alone(config))
-    close = jf.forward(params, with_settings(config, {"exact": False}), **alone(config))
-    np.testing.assert_allclose(expected, close, rtol=0, atol=2e-5 * float(jnp.abs(close).max()))
     batch = laid_out(config)
     ways = [forward(params, config, **batch)]
     if config.family != "encoder":
-        ways += [cached(config, batch, size, compiled=True) for size in (3, 1)]
+        ways += [cached(config, batch, size, params, compiled=True) for size in sizes]
     for rows in ways:
         for found, layout in zip(rows, LAYOUTS, strict=True):
             for document, cut in where(layout).items():
                 assert bits(found[cut]) == bits(expected[document]), layout
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES, NAMES[0], "experts in groups", MAMBA2))
+def test_each_kind_of_layer_has_the_bits_of_a_document_alone(name):
+    config = CONFIGS[name]
+    params = params_of(config)
+    assert_bits_of_documents(params, config, 3, 1)
+    found = forward(params, config, **alone(config))
+    close = jf.forward(params, with_settings(config, {"exact": False}), **alone(config))
+    np.testing.assert_allclose(found, close, rtol=0, atol=2e-5 * float(jnp.abs(close).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("exact families")
+@pytest.mark.parametrize("family", FAMILY)
+def test_each_family_of_hugging_face_has_the_bits_of_a_document_alone(family):
+    model = loaded(FAMILY[family])
+    if family in REFUSED:
+        with pytest.raises(jf.ConfigError, match=REFUSED[family]):
+            with_settings(model.config, {"exact": True})
+        return
+    assert_bits_of_documents(model.params, with_settings(model.config, {"exact": True}), 1)
 
 
 @functools.cache
@@ -105,9 +128,6 @@ def model(name, dtype="float32"):
         jf.ModelConfig(), SIZES | FAMILIES[name] | {"exact": True, "dtype": dtype}
     )
     return params_of(config), config
-
-
-forward = jax.jit(jf.forward, static_argnums=1)
 
 
 def packings(rng, rows):
