@@ -9,6 +9,7 @@ is a process of its own; the sides take turns, and the ratio is the median of th
 
 import argparse
 import asyncio
+import itertools
 import os
 import socket
 import statistics
@@ -81,8 +82,14 @@ def main() -> None:
                 next(iter(stream_tokens(model.params, loop, prompts[:1], 32, **how)))
                 return 1
 
+            numbers = itertools.count()
+
             def first_of_server() -> int:
-                body = {"prompt": prompts[0], "max_tokens": 32, "temperature": 0, "stream": True}
+                # With scores each token is an event, also one without a character.
+                # The server keeps the last prompt that it read, so each is another one.
+                prompt = [next(numbers) % 256, *prompts[0][1:]]
+                body = {"prompt": prompt, "max_tokens": 32, "logprobs": 0, "stream": True}
+                body["temperature"] = 0
                 with httpx.stream("POST", url, json=body, timeout=None) as answer:
                     next(answer.iter_lines())
                 return 1
