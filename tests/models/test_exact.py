@@ -31,8 +31,14 @@ from jaxformer.losses.heads import head_loss
 
 SIZES = dict(vocab_size=97, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, max_length=256)
 EXPERTS = {
-    "experts": {"experts.n": 5, "bias": "all", "experts.router_bias": "learned"},
+    "experts": {
+        "feed_forward": "experts",
+        "experts.n": 5,
+        "bias": "all",
+        "experts.router_bias": "learned",
+    },
     "experts in groups": {
+        "feed_forward": "experts",
         "experts.n": 6,
         "experts.per_token": 3,
         "experts.groups": 3,
@@ -45,7 +51,6 @@ EXPERTS = {
         "experts.kernel": "xla",
     },
 }
-EXPERTS = {name: {"feed_forward": "experts"} | settings for name, settings in EXPERTS.items()}
 RECURRENT = {
     name: {"layer_pattern": pattern, "recurrent.key_heads": 2, "recurrent.chunk": 8}
     for name, pattern in (("delta", "dm"), ("mamba2", "sm"))
@@ -78,7 +83,6 @@ NAMES = [*CONFIGS]
 (MAMBA2,) = [name for name in NAMES if "mamba2" in name.split()]
 # The families of Hugging Face that are refused, and why.
 REFUSED = {"deberta": "disentangled scores are sums over other rows"}
-
 
 forward = jax.jit(jf.forward, static_argnums=1)
 
