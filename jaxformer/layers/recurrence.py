@@ -500,9 +500,12 @@ def _token_by_token(
         of_token, after = _on_device(
             config, True, False, prepare, x, weights, log_decay, rate, begins, real, before
         )
-        kept = jax.tree.map(
-            lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new, row, 0), kept, after
-        )
+
+        def put(a: jax.Array, new: jax.Array) -> jax.Array:
+            # A cache may have a wider dtype than the model.
+            return jax.lax.dynamic_update_slice_in_dim(a, new.astype(a.dtype), row, 0)
+
+        kept = jax.tree.map(put, kept, after)
         return jax.lax.dynamic_update_slice(out, of_token, (row, at, 0, 0)), kept
 
     start = jax.tree.map(padded, (jnp.zeros(projected["v"].shape, jnp.float32), kept))

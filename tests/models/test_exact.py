@@ -207,6 +207,17 @@ def test_a_row_has_its_bits_without_other_rows_in_an_optimized_program(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_cache_of_a_wider_dtype_than_the_model_is_taken(name):
+    params, config = model(name, "bfloat16")
+    tokens = np.random.default_rng(1).integers(0, 97, (2, 10)).astype(np.int32)
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens)}
+    found = np.asarray(cached(config, batch, 5, params, compiled=True), np.float32)
+    expected = np.asarray(forward(params, config, tokens), np.float32)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.05 * np.abs(expected).max())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_written_has_the_log_probabilities_of_its_score(dtype):
     """In rows beside others that begin earlier and end later, and by beams."""
