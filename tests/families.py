@@ -257,12 +257,12 @@ def where(layout):
     return found
 
 
-def cached(config, batch, size=DOCUMENT, params=None, compiled=False):
+def cached(config, batch, size=DOCUMENT, params=None, compiled=False, dtype=jnp.float32):
     """The logits of rows read into a cache, `size` tokens at a time. Compiled, a config has one
     program; else configs share those of their operations."""
     params, inputs = params_of(config) if params is None else params, inputs_of(batch)
     rows, length = inputs.tokens.shape
-    cache, logits = empty_cache(config, rows, length, jnp.float32), []
+    cache, logits = empty_cache(config, rows, length, dtype), []
     read = jax.jit(_read, static_argnums=1) if compiled else _read
     layout, types = inputs.layout, inputs.types
     whole = (inputs.tokens, TokenLayout(layout.positions, layout.segments), types)

@@ -48,9 +48,6 @@ NEEDS = {
         "unnormed_layers": "with the others no norm is before a mixer",
     },
     ("feed_forward", "experts"): {"experts.n": "the other has none"},
-    ("positions", "rope learned sinusoidal alibi t5 none"): {
-        "exact": "disentangled scores are sums over other rows"
-    },
     ("mixer", "latent"): {
         "latent.kv_rank": OF_LATENT,
         "latent.query_rank": OF_LATENT,

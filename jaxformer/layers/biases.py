@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxformer.arrays.exact import by_tiles, is_exact
 from jaxformer.arrays.params import Params, Spec, Specs, lookup, normal, product
 from jaxformer.config.model import ModelConfig
 from jaxformer.config.variants import BIASED_SCORES
@@ -127,15 +128,26 @@ def disentangled_bias(
     q, q_rows = (x.reshape(*x.shape[:2], *heads, x.shape[-1]) for x in (q, q_rows))
     row = log_bucket(-key_distances(mask), config.relative.buckets, config.relative.distance)
     row = row[:, None, None]  # [B or 1, 1, 1, T, S]
-    # [B, K, G, T, R] and [B, K, G, R, S] for all R rows, of which each pair then takes one.
-    of_queries = product("BTKGH,RKH->BKGTR", q, k_rows[0]).astype(jnp.float32)
-    of_keys = product("BSKH,RKGH->BKGRS", k, q_rows[0]).astype(jnp.float32)
+    # [B, T, K, G, R] and [B, S, K, G, R] for all R rows, of which each pair then takes one.
+    of_queries = _of_all_rows("BTKGH,RKH->BTKGR", q, k_rows[0])
+    of_keys = _of_all_rows("BSKH,RKGH->BSKGR", k, q_rows[0])
     # That is R products of width H for each query and each key, instead of one for each pair, and
     # R (T + S) numbers in memory for each head.
-    bias = jnp.take_along_axis(of_queries, row, axis=-1)
-    bias = bias + jnp.take_along_axis(of_keys, row, axis=-2)
+    bias = jnp.take_along_axis(of_queries.transpose(0, 2, 3, 1, 4), row, axis=-1)
+    bias = bias + jnp.take_along_axis(of_keys.transpose(0, 2, 3, 4, 1), row, axis=-2)
     scale = config.score_scale or config.head_width**-0.5
     return scale * jax.lax.collapse(bias, 1, 3)
+
+
+def _of_all_rows(equation: str, tokens: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return the products of tokens [B, T, ...] with all rows of relative positions, float32."""
+
+    def run(tokens: jax.Array, rows: jax.Array) -> jax.Array:
+        return product(equation, tokens, rows).astype(jnp.float32)
+
+    if is_exact():
+        return by_tiles(run, tokens, 2, rows)
+    return run(tokens, rows)
 
 
 def score_bias(

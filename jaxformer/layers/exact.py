@@ -26,13 +26,13 @@ LEADING = -1  # the segment of keys that are the first ones of every text
 
 
 class _Row(NamedTuple):
-    """The keys [S, K, H] and values [S, K, W] of a row, their positions and segments [S], and the
-    bias of its scores [N, T, S] or None."""
+    """The number of a row, the positions and segments of its keys [S], their places by segment and
+    position [S], and the bias of its scores [N, T, S] or None."""
 
-    keys: jax.Array
-    values: jax.Array
+    number: jax.Array
     positions: jax.Array
     segments: jax.Array
+    places: jax.Array
     bias: jax.Array | None
 
 
@@ -80,7 +80,9 @@ def _by_tiles(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> 
     bias = mask.scoring.bias
     if bias is not None:
         bias = padded(jnp.broadcast_to(bias, (batch, *bias.shape[1:])), axis=2)
-    rows = _Row(k, v, key_positions, key_segments, bias)
+    # A cache has the keys of a text in any order, and without those that its window has passed.
+    places = jnp.lexsort((key_positions, key_segments))
+    rows = _Row(jnp.arange(batch), key_positions, key_segments, places, bias)
     queries = padded(q)
     # The queries added here have the segment 0, which is no text.
     layout = TokenLayout(padded(mask.queries.positions), padded(segments))
@@ -100,7 +102,7 @@ def _by_tiles(q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask) -> 
 
         def add_text(done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             text, of_texts = done
-            new = _of_text(text, tile, row, mask)
+            new = _of_text(text, tile, row, k, v, mask)
             of_texts = jnp.where((texts == text)[:, None, None], new, of_texts)
             return _next_text(texts, text), of_texts
 
@@ -123,17 +125,24 @@ def _next_text(segments: jax.Array, after: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(segments > after, segments, NO_TEXT))
 
 
-def _of_text(text: jax.Array, tile: _Tile, row: _Row, mask: AttentionMask) -> jax.Array:
-    """Return the attention of a tile of queries to the keys of one text, [TILE, N, W]."""
-    heads = (row.keys.shape[1], tile.queries.shape[1] // row.keys.shape[1])  # K, G
+def _of_text(
+    text: jax.Array, tile: _Tile, row: _Row, k: jax.Array, v: jax.Array, mask: AttentionMask
+) -> jax.Array:
+    """Return the attention of a tile of queries to the keys of one text, [TILE, N, W], where k
+    [B, S, K, H] and v [B, S, K, W] are those of all rows."""
+    heads = (k.shape[2], tile.queries.shape[1] // k.shape[2])  # K, G
     width = tile.queries.shape[-1]
     grouped = tile.queries.reshape(TILE, *heads, width)
-    belongs = (row.segments == text) | (row.segments == LEADING)
-    # The places of the text's keys by their positions, before those of all other keys. A cache has
-    # them in any order, and without those that its window has passed.
-    places = jnp.argsort(jnp.where(belongs, row.positions, NO_TEXT))
-    count = belongs.sum()
-    first = row.positions[places[0]]
+    count = mask.leading + (row.segments == text).sum()
+    # Where the text's own keys begin among the places, behind the leading keys.
+    own_keys = (row.segments < text).sum()
+
+    def places_of(index: jax.Array) -> jax.Array:
+        """Return the places of the keys that have these numbers among those of the text."""
+        number = jnp.where(index < mask.leading, index, own_keys + index - mask.leading)
+        return row.places[jnp.clip(number, 0, len(row.places) - 1)]
+
+    first = row.positions[places_of(jnp.int32(0))]
     # Without segments, which `is_key` below has.
     near = mask._replace(queries=TokenLayout(tile.layout.positions), leading=0)
     scale, cap, _, sinks, _ = mask.scoring
@@ -143,14 +152,14 @@ def _of_text(text: jax.Array, tile: _Tile, row: _Row, mask: AttentionMask) -> ja
         # The keys at the positions of this block, as far as the text has them: [KEY_BLOCK].
         index = j * KEY_BLOCK + jnp.arange(KEY_BLOCK) - first
         is_key = (index >= 0) & (index < count)
-        at = places[jnp.clip(index, 0, len(places) - 1)]
+        at = places_of(index)
         sees = visible(near._replace(keys=TokenLayout(row.positions[at])))  # [TILE, KEY_BLOCK]
         sees = is_key if sees is None else is_key & (sees | (at < mask.leading))
         equation = "TKGH,SKH->KGTS"
-        if tile.queries.dtype == row.keys.dtype == jnp.float32:
-            scores = jnp.einsum(equation, grouped, row.keys[at])
+        if tile.queries.dtype == k.dtype == jnp.float32:
+            scores = jnp.einsum(equation, grouped, k[row.number, at])
         else:
-            scores = wide_product(equation, grouped, row.keys[at])
+            scores = wide_product(equation, grouped, k[row.number, at])
         scores = scores * scale if scale else scores / math.sqrt(width)
         if cap:
             scores = cap * jnp.tanh(scores / cap)
@@ -160,7 +169,7 @@ def _of_text(text: jax.Array, tile: _Tile, row: _Row, mask: AttentionMask) -> ja
         scores = jnp.where(sees, scores, LEAST_SCORE)
         new_most = jnp.maximum(most, scores.max(axis=-1))
         weights = jnp.where(sees, jnp.exp(scores - new_most[..., None]), 0)
-        values = wide_product("KGTS,SKW->KGTW", weights.astype(row.values.dtype), row.values[at])
+        values = wide_product("KGTS,SKW->KGTW", weights.astype(v.dtype), v[row.number, at])
         kept = jnp.exp(most - new_most)
         return new_most, total * kept + weights.sum(axis=-1), out * kept[..., None] + values
 
@@ -170,7 +179,7 @@ def _of_text(text: jax.Array, tile: _Tile, row: _Row, mask: AttentionMask) -> ja
     if sinks is not None:
         most = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(*heads, 1), most.shape)
         total = jnp.ones((*heads, TILE))
-    out = jnp.zeros((*heads, TILE, row.values.shape[-1]))
+    out = jnp.zeros((*heads, TILE, v.shape[-1]))
     # From the text's first key to its last, less what no query of the tile sees.
     own = tile.layout.segments == text
     begin = first
@@ -185,4 +194,4 @@ def _of_text(text: jax.Array, tile: _Tile, row: _Row, mask: AttentionMask) -> ja
     )
     # A query that sees nothing gets 0.
     out = jnp.where(total[..., None] > 0, out / total[..., None], 0)
-    return jnp.moveaxis(out, 2, 0).reshape(TILE, -1, out.shape[-1]).astype(row.values.dtype)
+    return jnp.moveaxis(out, 2, 0).reshape(TILE, -1, out.shape[-1]).astype(v.dtype)

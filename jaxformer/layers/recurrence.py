@@ -162,8 +162,19 @@ def _one_token(tokens: Recurrence, state: jax.Array) -> tuple[jax.Array, jax.Arr
     state = state * kept[..., None]
     if rate is not None:
         news = rate[..., None] * (news - jnp.einsum("BNHW,BNH->BNW", state, k))
-    state = state + jnp.einsum("BNH,BNW->BNHW", k, news)
+    state = state + _outer(k, news)
     return jnp.einsum("BNHW,BNH->BNW", state, q)[:, None], state
+
+
+def _outer(k: jax.Array, news: jax.Array) -> jax.Array:
+    """Return the outer product of each head, [B, N, H] and [B, N, W] -> [B, N, H, W]."""
+    if not is_exact():
+        return jnp.einsum("BNH,BNW->BNHW", k, news)
+    # With a second term, of zeros, it is a product of matrices for XLA, which reads arrays. In the
+    # loop over tokens XLA for CPUs would else compute the convolutions before it again for each
+    # number of the state.
+    terms = jnp.stack([news, jnp.zeros_like(news)], axis=2)
+    return jnp.einsum("BNCH,BNCW->BNHW", jnp.stack([k, k], axis=2), terms)
 
 
 def _of_heads(a: jax.Array, values: jax.Array) -> jax.Array:
@@ -479,17 +490,20 @@ def _token_by_token(
     program of one token, whose bits depend on no other token than those before it in its text."""
     batch, length = begins.shape
 
-    def padded(a: jax.Array) -> jax.Array:
-        # Two rows more than there are: with fewer than three XLA for CPUs makes another program
-        # of the loop, which has other bits (seen with jaxlib 0.10.2).
-        return jnp.pad(a, [(0, 2)] + [(0, 0)] * (a.ndim - 1))
+    def padded(a: jax.Array, axes: int = 1) -> jax.Array:
+        # Two rows and two tokens more than there are: with fewer XLA for CPUs makes another
+        # program of the loop, which has other bits (seen with jaxlib 0.10.2).
+        return jnp.pad(a, [(0, 2)] * axes + [(0, 0)] * (a.ndim - axes))
 
-    tokens = jax.tree.map(padded, (projected, log_decay, rate, begins, real))
+    # With the number 1 a compiler would leave out the division by it.
+    length_of_row = unknown(length, log_decay)
+    arrays = (projected, log_decay, rate, begins, real)
+    tokens = jax.tree.map(functools.partial(padded, axes=2), arrays)
 
     def read(i: jax.Array, done: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         out, kept = done
-        row = i // length
-        at = i % length
+        row = i // length_of_row
+        at = i % length_of_row
 
         def token_of(a: jax.Array) -> jax.Array:
             start = [row, at] + [0] * (a.ndim - 2)
@@ -508,9 +522,10 @@ def _token_by_token(
         kept = jax.tree.map(put, kept, after)
         return jax.lax.dynamic_update_slice(out, of_token, (row, at, 0, 0)), kept
 
-    start = jax.tree.map(padded, (jnp.zeros(projected["v"].shape, jnp.float32), kept))
-    done = jax.lax.fori_loop(0, unknown(batch * length, log_decay), read, start)
-    return jax.tree.map(lambda a: a[:batch], done)
+    out = padded(jnp.zeros(projected["v"].shape, jnp.float32), axes=2)
+    start = out, jax.tree.map(padded, kept)
+    out, kept = jax.lax.fori_loop(0, unknown(batch * length, log_decay), read, start)
+    return out[:batch, :length], jax.tree.map(lambda a: a[:batch], kept)
 
 
 def _on_device(

@@ -230,6 +230,39 @@ def test_log_probabilities_are_those_of_score(server: Address) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
+def test_32_texts_at_a_time_of_an_exact_run_have_the_bits_of_each_alone(tmp_path: Path) -> None:
+    changes = PLAIN | {"train.steps": 2, "optimizer.warmup_steps": 1, "optimizer.decay_steps": 2}
+    changes |= {"model.exact": True, "run.tracker": "none"}
+    assert train_here(line(tmp_path / "run", write_text(tmp_path / "text.txt"), changes)) == 0
+    how: dict[str, Any] = {"model": "other", "max_tokens": 9, "logprobs": 0, "temperature": 0}
+    prompts = [("so it is. " * 6)[number : 1 + number + 7 * (number % 4)] for number in range(32)]
+    with served(tmp_path / "run", name="other") as (address, serves):
+
+        async def ask_all() -> list[Any]:
+            async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="any") as asked:
+                requests = [asked.completions.create(prompt=prompt, **how) for prompt in prompts]
+                return await asyncio.gather(*requests)
+
+        model = serves.model
+        score = jax.jit(jf.score, static_argnums=1)
+        for prompt, answer in zip(prompts, asyncio.run(ask_all()), strict=True):
+            start, _ = start_of(model, prompt)
+            row = jf.generate(
+                model.params,
+                model.config,
+                [start],
+                9,
+                **model.writing_rules() | {"temperature": 0.0},
+            )
+            tokens = np.asarray(row)[0].tolist()
+            assert answer.choices[0].text == model.text_after(start, tokens)
+            scores = score(model.params, model.config, np.array([[*start, *tokens]]))
+            expected_logs = np.asarray(scores.log_probs)[0, len(start) :]
+            logs = answer.choices[0].logprobs.token_logprobs
+            np.testing.assert_array_equal(np.array(logs, np.float32), expected_logs)
+
+
 def test_a_text_ends_before_its_stop_string_also_in_a_stream(server: Address) -> None:
     address, serves = server
     whole = expected(serves.model, serves.model.tokenizer.encode("Stops"), 60)
