@@ -97,7 +97,6 @@ REFUSED = [
     (MAMBA2 | {"window": 8}, "window=8 is for keys of all tokens, and model.mixer='mamba2' has"),
     (MAMBA2 | {"recurrent.decay": "channel"}, "decay='channel' is for model.mixer='delta'"),
     (EXACT | EXPERTS | {"experts.capacity": 1.0}, "dropped because of the others in its row"),
-    (EXACT | {"positions": "disentangled", "family": "encoder"}, "are sums over other rows"),
     (EXACT | {"rope.scaling": "dynamic", "rope.factor": 2.0}, "by the length of the text"),
     (
         EXACT
