@@ -18,6 +18,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from jaxformer.arrays.exact import by_tiles, is_exact
 from jaxformer.arrays.params import Params, Spec, Specs, ones
 from jaxformer.config.model import ModelConfig
 from jaxformer.layers.exchange import DIVIDED_TOKENS
@@ -91,9 +92,16 @@ def _of_length_one(tokens: Recurrence) -> Recurrence:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Return queries or keys of length 1, float32."""
+    """Return queries or keys [B, T, K, H] of length 1, float32."""
+
+    def run(x: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + SMALLEST_SQUARE)
+
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + SMALLEST_SQUARE)
+    if is_exact():
+        # On a mesh the sum would have other bits.
+        return by_tiles(run, x, 2)
+    return run(x)
 
 
 def _formula(config: ModelConfig) -> tuple[str, ...]:
