@@ -188,6 +188,30 @@ ROWS = {
         "h100:1x1",
         (*UNROLLED[1:], "train.batch_size=8", *STORED),
     ),
+    "gpt2_deterministic": Row(
+        "gpt2_124m, 64 rows, these settings, train.deterministic",
+        "gpt2_124m",
+        "h100:1x1",
+        (*UNROLLED, *STORED, "train.deterministic=True"),
+    ),
+    "llama_1b_deterministic": Row(
+        "llama_1b, 8 rows, these settings, train.deterministic",
+        "llama_1b",
+        "h100:1x1",
+        (*UNROLLED[1:], "train.batch_size=8", *STORED, "train.deterministic=True"),
+    ),
+    "llama_1b_fp8": Row(
+        "llama_1b, 8 rows, unrolled, train.products=fp8",
+        "llama_1b",
+        "h100:1x1",
+        (*UNROLLED[1:], "train.batch_size=8", "train.products=fp8"),
+    ),
+    "llama3_8b_fp8": Row(
+        "llama3_8b, its config, fsdp 8, train.products=fp8",
+        "llama3_8b",
+        "h100:1x8",
+        ("mesh.fsdp=8", "train.products=fp8"),
+    ),
     **{
         f"context_{length // 1024}k_{target.replace(':', '_')}": divided_row(length, target, *more)
         for length, target, *more in (

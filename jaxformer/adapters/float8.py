@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.adapters.low_rank import is_adapted
 from jaxformer.arrays.params import Params, Specs, dotted, is_custom, rows
@@ -17,10 +18,11 @@ from jaxformer.files import ConfigError
 # five and two, up to 57,344 (arXiv:2209.05433).
 VALUES = jnp.float8_e4m3fn
 GRADIENTS = jnp.float8_e5m2
+Codes = tuple[jax.Array, jax.Array]  # codes [...] of 8 bits and a float32 scale []
 EXPONENT = 0xFF800000  # the bits of a float32 without its mantissa
 
 
-def coded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def coded(x: jax.Array, dtype: Any) -> Codes:
     """Return codes [...] of 8 bits and a float32 scale [], whose product is about x.
 
     The scale is of the whole array and of this step, which costs one more read of x than the
@@ -36,41 +38,46 @@ def coded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return (x.astype(jnp.float32) / scale).astype(dtype), scale
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def product(
-    equation: str, x: jax.Array, w: jax.Array, x_codes: Any = VALUES, w_codes: Any = VALUES
-) -> jax.Array:
+def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Return `einsum(equation, x, w)` of two arrays in codes of 8 bits, in x's dtype. So are both
-    products of its backward pass, with the gradient in the wider range.
+    products of its backward pass, with the gradient in the wider range. That reads the codes of the
+    forward pass, which are points for `model.remat`."""
+    x_codes = checkpoint_name(coded(jax.lax.stop_gradient(x), VALUES), "codes")
+    w_codes = checkpoint_name(coded(jax.lax.stop_gradient(w), VALUES), "weight")
+    return _multiplied(equation, x, w, x_codes, w_codes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiplied(equation: str, x: jax.Array, w: jax.Array, x_codes: Codes, w_codes: Codes) -> Any:
+    """Return the product of the codes of x and w, which themselves are there to be differentiated.
 
     The codes themselves are multiplied: XLA may leave out a conversion to fewer bits and back.
     """
-    x_array, x_scale = coded(x, x_codes)
-    w_array, w_scale = coded(w, w_codes)
     y = jnp.einsum(
         equation,
-        x_array,
-        w_array,
+        x_codes[0],
+        w_codes[0],
         # Or cuBLASLt adds with 14 bits of mantissa on Hopper.
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=x.dtype,
     )
-    return y * (x_scale * w_scale).astype(x.dtype)
+    return y * (x_codes[1] * w_codes[1]).astype(x.dtype)
 
 
-def _forward(equation: str, x: jax.Array, w: jax.Array, *codes: Any) -> Any:
-    return product(equation, x, w, *codes), (x, w)
+def _forward(equation: str, *arrays: Any) -> Any:
+    return _multiplied(equation, *arrays), arrays
 
 
-def _backward(equation: str, x_codes: Any, w_codes: Any, arrays: Any, gradient: jax.Array) -> Any:
-    x, w = arrays
+def _backward(equation: str, arrays: Any, gradient: jax.Array) -> Any:
+    x, w, x_codes, w_codes = arrays
     left, right, out = equation.replace("->", ",").split(",")
-    d_x = product(f"{out},{right}->{left}", gradient, w, GRADIENTS, w_codes)
-    d_w = product(f"{left},{out}->{right}", x, gradient, x_codes, GRADIENTS)
-    return d_x, d_w
+    codes = coded(jax.lax.stop_gradient(gradient), GRADIENTS)
+    d_x = _multiplied(f"{out},{right}->{left}", gradient, w, codes, w_codes)
+    d_w = _multiplied(f"{left},{out}->{right}", x, gradient, x_codes, codes)
+    return d_x, d_w, None, None
 
 
-product.defvjp(_forward, _backward)
+_multiplied.defvjp(_forward, _backward)
 
 
 @struct.dataclass

@@ -10,7 +10,7 @@ none       every point                     dots   products without a batch axis,
 names      those of `model.saved`          full   attention alone
 
 The inputs of products behind a norm ("normed") and an activation ("hidden") are points too, which
-`names` alone keeps. Fused attention is computed again only where `names` leaves "attention" out.
+`names` alone keeps, and their codes of 8 bits ("codes", `train.products`) points of `none` alone. Fused attention is computed again only where `names` leaves "attention" out.
 """
 
 import re
@@ -35,7 +35,7 @@ DEFAULT = ("q", "k", "v", "attention", "out")
 def kept_points(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the points that a layer keeps on the device."""
     if config.remat == "none":
-        return POINTS
+        return (*POINTS, "codes")
     if config.remat != "names":
         return ("attention",)
     if config.saved == "none":

@@ -17,8 +17,13 @@ from jaxformer.files import ConfigError
 
 # What makes a program for a GPU the same from start to start: no kernel that adds in no fixed
 # order, and none that is selected by its time. XLA's own xla_gpu_deterministic_ops ended with an
-# IndexError on an H200 (jax 0.11.2).
-DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
+# IndexError on an H200 (jax 0.11.2). Products are then cuBLASLt's, which chooses by their shapes:
+# kernels of Triton would have the tiles that XLA starts to measure with, such as 16 x 8.
+DETERMINISTIC = {
+    "xla_gpu_exclude_nondeterministic_ops": True,
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+}
 
 
 def wanted_options(

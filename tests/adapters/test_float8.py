@@ -20,6 +20,7 @@ from jaxformer.adapters.float8 import Float8, coded, in_8_bits, product
 from jaxformer.adapters.low_rank import LowRank
 from jaxformer.arrays.params import dotted, is_custom, rows
 from jaxformer.config.settings import with_settings
+from jaxformer.models.remat import recomputed
 from jaxformer.runs.resolve import resolve_without_data
 
 TOKENS = jnp.asarray(tokens(rows=4))
@@ -93,6 +94,21 @@ def test_a_product_and_both_of_its_gradients_are_those_of_the_rounded_arrays(dty
         np.testing.assert_allclose(
             np.asarray(found, np.float32), wanted, atol=tolerance * np.abs(wanted).max(), rtol=0
         )
+
+
+@pytest.mark.parametrize(("remat", "maxima"), [("none", 4), ("full", 5)])
+def test_the_backward_pass_reads_the_codes_of_the_forward_pass(remat, maxima):
+    """An array is coded once, by one maximum; again only where a layer does not keep its codes,
+    which of weights it keeps on a GPU alone."""
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 4))
+
+    def total(x, w):
+        return product("TD,DF->TF", x, w).sum()
+
+    layer = recomputed(total, model("gpt2", remat=remat), scanned=False)
+    for run, expected in ((total, 3), (layer, maxima)):
+        program = str(jax.make_jaxpr(jax.grad(run, (0, 1)))(x, w))
+        assert program.count("= reduce_max[") == expected
 
 
 RECURRENT = "recurrent layers"
