@@ -50,14 +50,17 @@ class Variant:
     rows: float = 1.0
 
 
+SHORT_LOGITS = {"train.logits_dtype": "bfloat16"}
+STORED = {"model.remat": "names", "model.saved": "q,k,v,attention,out,gate,up,down,normed,hidden"}
 VARIANTS = {
-    "logits in bfloat16": Variant({"train.logits_dtype": "bfloat16"}),
-    "inputs of products stored": Variant(
-        {"model.remat": "names", "model.saved": "q,k,v,attention,out,gate,up,down,normed,hidden"}
-    ),
+    "logits in bfloat16": Variant({**SHORT_LOGITS}),
+    "inputs of products stored": Variant({**STORED}),
     "deterministic": Variant({"train.deterministic": True}),
     "no command buffers": Variant(options={"xla_gpu_enable_command_buffer": ""}),
     "products without Triton": Variant(options={"xla_gpu_enable_triton_gemm": False}),
+    "inputs stored, short logits, no Triton": Variant(
+        {**SHORT_LOGITS, **STORED}, {"xla_gpu_enable_triton_gemm": False}
+    ),
     "exhaustive tiling": Variant(options={"xla_gpu_exhaustive_tiling_search": True}),
     "half the rows": Variant(rows=0.5),
     "1.5 times the rows": Variant(rows=1.5),

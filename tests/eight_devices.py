@@ -326,8 +326,9 @@ def loaded_on_a_mesh(config):
 
 def exact_on_meshes(config):
     """The numbers of logits that differ from those of one device with model.exact, by mesh."""
-    one_with_experts = {"feed_forward": "experts", "experts.n": 4, "experts.pattern": "ed"}
-    config, batch = with_settings(config, {"exact": True} | one_with_experts), a_batch(16)
+    kinds = {"n_layers": 3, "layer_pattern": "mds"}
+    kinds |= {"feed_forward": "experts", "experts.n": 4, "experts.pattern": "ed"}
+    config, batch = with_settings(config, {"exact": True} | kinds), a_batch(16)
     params = init_params(specs_of(config), jax.random.key(0))
     forward = jax.jit(jf.forward, static_argnums=1)
     expected = np.asarray(forward(params, config, batch["tokens"]))

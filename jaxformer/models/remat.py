@@ -10,7 +10,8 @@ none       every point                     dots   products without a batch axis,
 names      those of `model.saved`          full   attention alone
 
 The inputs of products behind a norm ("normed") and an activation ("hidden") are points too, which
-`names` alone keeps, and their codes of 8 bits ("codes", `train.products`) points of `none` alone. Fused attention is computed again only where `names` leaves "attention" out.
+`names` alone keeps, and their codes of 8 bits ("codes", `train.products`), which `none` alone
+keeps. Fused attention is computed again only where `names` leaves "attention" out.
 """
 
 import re
