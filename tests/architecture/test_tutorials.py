@@ -26,12 +26,16 @@ def read(path: Path) -> Any:
 
 def kernel_environment() -> dict[str, str]:
     """That of a reader: the checkout, a CPU, pictures in the notebook, and a compiler that
-    optimizes, since the notebooks train. Compiled programs are kept where those of the tests are.
+    optimizes, since the notebooks train: by the first level, as a step is compiled for a reader
+    too, since the third one takes more time than it saves. Compiled programs are kept where those
+    of the tests are.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {**os.environ}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    flags = environment["XLA_FLAGS"]  # tests/conftest.py sets them
     return environment | {
         "PYTHONPATH": os.pathsep.join(paths),
+        "XLA_FLAGS": flags.replace("optimization_level=0", "optimization_level=1"),
         "JAX_PLATFORMS": "cpu",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     }
