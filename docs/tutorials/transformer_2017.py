@@ -335,7 +335,7 @@ for name in ("source", "tokens"):
 # and `nats` the plain cross-entropy.
 
 # %%
-steps = 450 if real else 250
+steps = 450 if real else 180
 schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, 60, steps)
 optimizer = optax.adam(schedule, b2=0.98, eps=1e-9)
 step = jf.make_step(jf.loss_of("seq2seq", config, label_smoothing=0.1), optimizer)
