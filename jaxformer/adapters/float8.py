@@ -40,7 +40,7 @@ def coded(x: jax.Array, dtype: Any) -> Codes:
 
 def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Return `einsum(equation, x, w)` of two arrays in codes of 8 bits, in x's dtype. So are both
-    products of its backward pass, with the gradient in the wider range. That reads the codes of the
+    products of its backward pass, with the gradient in the wider range and with the codes of the
     forward pass, which are points for `model.remat`."""
     x_codes = checkpoint_name(coded(jax.lax.stop_gradient(x), VALUES), "codes")
     w_codes = checkpoint_name(coded(jax.lax.stop_gradient(w), VALUES), "weight")
@@ -49,19 +49,22 @@ def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiplied(equation: str, x: jax.Array, w: jax.Array, x_codes: Codes, w_codes: Codes) -> Any:
-    """Return the product of the codes of x and w, which themselves are there to be differentiated.
+    """Return the product of the codes of x and w. The values of x and w are not read: derivatives
+    are taken with respect to them, since codes have none.
 
     The codes themselves are multiplied: XLA may leave out a conversion to fewer bits and back.
     """
+    x_array, x_scale = x_codes
+    w_array, w_scale = w_codes
     y = jnp.einsum(
         equation,
-        x_codes[0],
-        w_codes[0],
+        x_array,
+        w_array,
         # Or cuBLASLt adds with 14 bits of mantissa on Hopper.
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=x.dtype,
     )
-    return y * (x_codes[1] * w_codes[1]).astype(x.dtype)
+    return y * (x_scale * w_scale).astype(x.dtype)
 
 
 def _forward(equation: str, *arrays: Any) -> Any:
